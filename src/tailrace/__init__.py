@@ -1,0 +1,3 @@
+"""Tailrace: a learned request router for clusters of LLM servers, and the simulator behind it."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,33 @@
+"""The one decorator of compiled code, and a compile cache that cannot go stale.
+
+Numba's own cache looks only at the file a function stands in, not at the helpers it calls, so the
+cache folder is named by a hash of all of the package's sources. Import ``jit`` from here.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numba
+
+_PACKAGE = Path(__file__).parent
+
+
+def _cache_folder() -> Path:
+    digest = hashlib.sha256()
+    for source in sorted(_PACKAGE.rglob("*.py")):
+        digest.update(source.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(source.read_bytes())
+    # Code compiled with bounds checks must not be mixed with code compiled without.
+    digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
+    base = os.environ.get("TAILRACE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base else Path.home() / ".cache"
+    return root / "tailrace" / f"kernels-{digest.hexdigest()[:16]}"
+
+
+if "NUMBA_CACHE_DIR" not in os.environ:
+    numba.config.CACHE_DIR = str(_cache_folder())
+
+#: Compile to machine code on first use and keep it on disk. No fastmath: inf marks "no event".
+jit: Any = numba.njit(cache=True, error_model="numpy")

@@ -1,0 +1,250 @@
+"""Every setting, in one tree of frozen, validated models.
+
+A TOML file and the command line fill the same models. The sentence under a field is its help text.
+An unknown key is an error that names the nearest known one.
+"""
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tailrace.errors import TailraceError, unknown_name
+
+Tokens = Annotated[int, Field(ge=1, le=2**30)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+MAX_REPLICAS = 1024
+
+M = TypeVar("M", bound=BaseModel)
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, unknown keys refused, docstrings kept as help."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class CostModel(Settings):
+    """Time of one iteration: base + per_token*T + sum slope*max(T-knot, 0) + per_context*K + per_prefill*W."""
+
+    base_ms: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+    """Time of an iteration that does nothing, in ms."""
+    per_token_ms: Milliseconds
+    """Time per token in the batch, in ms."""
+    knots: tuple[tuple[Positive, Milliseconds], ...] = Field(default=(), max_length=4)
+    """Pairs (tokens, ms): from that many tokens in the batch on, each token costs so much more."""
+    per_context_ms: Milliseconds = 0.0
+    """Time per token of context of the decoding requests, in ms."""
+    per_prefill_ms: Milliseconds = 0.0
+    """Time per unit of chunk*(context + chunk/2) of the prefilling requests, in ms."""
+
+
+SchedulerName = Literal[
+    "sarathi", "vllm", "vllm_v1", "orca", "faster_transformer", "lightllm"
+]
+
+
+class Replica(Settings):
+    """One server, or several equal ones."""
+
+    count: int = Field(default=1, ge=1, le=MAX_REPLICAS)
+    """How many replicas of this kind."""
+    device: str = "a100-llama3-8b"
+    """Device and model preset that gives cost model and KV memory (see `tailrace devices`)."""
+    cost: CostModel | None = None
+    """Cost model of its own instead of the preset's."""
+    speed: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
+    """Relative speed: iteration times are divided by it."""
+    scheduler: SchedulerName = "vllm_v1"
+    """How the server forms batches."""
+    num_blocks: int | None = Field(default=None, ge=1, le=2**26)
+    """KV cache size in blocks; default: the preset's."""
+    block_size: int = Field(default=16, ge=1, le=4096)
+    """Tokens per KV block."""
+    batch_cap: int = Field(default=128, ge=1, le=4096)
+    """Most requests that run at once."""
+    chunk_size: int = Field(default=512, ge=1, le=2**20)
+    """Tokens per iteration (sarathi, vllm_v1)."""
+    max_batch_tokens: int = Field(default=4096, ge=1, le=2**26)
+    """Padded tokens of a prefill batch (vllm), or its sum (lightllm)."""
+    watermark: float = Field(default=0.01, ge=0, lt=1)
+    """Share of blocks kept free when a request is admitted (sarathi, vllm)."""
+    prefix_caching: bool = True
+    """Reuse cached blocks of equal prefixes (vllm_v1 only)."""
+    preallocate_tokens: int = Field(default=0, ge=0, le=2**20)
+    """Tokens' worth of extra blocks taken with each new block (vllm_v1)."""
+    num_stages: int = Field(default=1, ge=1, le=64)
+    """Pipeline stages; more than one runs on the reference engine."""
+    max_request_tokens: int = Field(default=4096, ge=1, le=2**26)
+    """Tokens reserved per request (orca, faster_transformer)."""
+    max_waiting_iters: int = Field(default=10, ge=1, le=2**20)
+    """Decode iterations between two attempts to admit (lightllm)."""
+
+
+class Event(Settings):
+    """Something that happens to a replica during a run."""
+
+    at_s: Seconds
+    """When, in seconds from the start."""
+    replica: int = Field(ge=0, lt=MAX_REPLICAS)
+    """Which replica, counted from 0."""
+    kind: Literal["slow", "die", "return", "drain"]
+    """slow: its speed is multiplied by `factor` from its next iteration on; die: all it holds is lost;
+    return: it is back, empty after a death; drain: it gets no new requests."""
+    factor: float = Field(default=1.0, gt=0, le=1000)
+    """Multiple of the configured speed (slow)."""
+
+
+class Cluster(Settings):
+    """The servers behind the router."""
+
+    replicas: tuple[Replica, ...] = Field(default=(Replica(count=4),), min_length=1)
+    """The replicas, in order; each entry may stand for several."""
+
+    @model_validator(mode="after")
+    def _size(self) -> Self:
+        if self.size > MAX_REPLICAS:
+            raise ValueError(f"a cluster has at most {MAX_REPLICAS} replicas, got {self.size}")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Number of replicas."""
+        return sum(r.count for r in self.replicas)
+
+    def expanded(self) -> tuple[Replica, ...]:
+        """One entry per replica, each with count 1."""
+        return tuple(
+            r.model_copy(update={"count": 1}) for r in self.replicas for _ in range(r.count)
+        )
+
+
+PredictorName = Literal["mean", "exact", "bucket", "noisy"]
+
+
+class Router(Settings):
+    """What the router knows and how old it is."""
+
+    staleness_s: Seconds = 0.5
+    """Seconds between two metrics snapshots of a replica; 0: always fresh."""
+    predictor: PredictorName = "mean"
+    """Predicted output length: mean of finished outputs, exact, bucket (upper power of two), or noisy
+    (exact times lognormal noise)."""
+    predictor_sigma: float = Field(default=0.5, ge=0, le=5)
+    """Sigma of the noisy predictor."""
+    prior_output_tokens: Positive = 256.0
+    """Predicted output before any request has finished."""
+    index_entries: int = Field(default=4096, ge=16, le=2**20)
+    """Prefixes the router remembers per replica."""
+
+
+class Workload(Settings):
+    """Which traffic, how much of it and how fast."""
+
+    name: str = "chat"
+    """Built-in workload (see `tailrace workload list`), or a file of requests."""
+    requests: int = Field(default=10_000, ge=1, le=50_000_000)
+    """How many requests."""
+    rate: Positive | None = None
+    """Requests per second; takes precedence over load."""
+    load: float | None = Field(default=0.8, gt=0, le=100)
+    """Fraction of the cluster's measured capacity."""
+    arrivals: Literal["native", "poisson", "gamma", "mmpp", "diurnal", "onoff", "trace"] = "native"
+    """Arrival process instead of the workload's own."""
+    arrival_cv: Positive = 2.0
+    """Coefficient of variation of gaps (gamma arrivals, and inside mmpp states)."""
+    time_scale: Positive = 1.0
+    """Stretch of a trace's arrival times: 0.5 plays it twice as fast."""
+    ttft_slo_s: Positive = 1.0
+    """Target for the time to first token."""
+    tpot_slo_s: Positive = 0.05
+    """Target for the time per output token."""
+
+
+class Engine(Settings):
+    """How the simulation is computed."""
+
+    engine: Literal["auto", "compiled", "reference"] = "auto"
+    """auto takes the compiled engine where it covers the cluster, else the reference engine."""
+    exact: bool = False
+    """Iteration by iteration in Vidur's order of arithmetic, without fast-forward."""
+    vidur_compat: bool = False
+    """Reproduce Vidur's known defects instead of the right behaviour."""
+
+
+
+class Scenario(Settings):
+    """A named experiment: cluster, traffic, router and events."""
+
+    name: str = "custom"
+    """Name of the scenario."""
+    description: str = ""
+    """What it is meant to show."""
+    cluster: Cluster = Cluster()
+    workload: Workload = Workload()
+    router: Router = Router()
+    engine: Engine = Engine()
+    events: tuple[Event, ...] = ()
+    """Failures, slow-downs and drains during the run."""
+    capacity_rps: Positive | None = None
+    """Measured capacity in requests/s (`tailrace capacity --saturation`); measured when absent."""
+
+    @model_validator(mode="after")
+    def _events_name_replicas(self) -> Self:
+        for event in self.events:
+            if event.replica >= self.cluster.size:
+                raise ValueError(
+                    f"an event names replica {event.replica}, but the cluster has only "
+                    f"{self.cluster.size}, counted from 0"
+                )
+        return self
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> TailraceError:
+    """Turn a validation error into one sentence that names the setting and the nearest known key."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or model.__name__.lower()
+    if first["type"] == "extra_forbidden":
+        return unknown_name("setting", where, _known_keys(model, first["loc"]))
+    given = "" if isinstance(first.get("input"), dict | list) else f", got {first.get('input')!r}"
+    message = first["msg"].removeprefix("Value error, ")
+    return TailraceError(f"{where}: {message}{given}")
+
+
+def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
+    """Dotted names of the fields that could stand at a location."""
+    fields: type[BaseModel] = model
+    prefix: list[str] = []
+    for part in loc[:-1]:
+        prefix.append(str(part))
+        if isinstance(part, int):
+            continue
+        annotation: Any = fields.model_fields[part].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return []
+        fields = models[0]
+    return [".".join([*prefix, name]) for name in fields.model_fields]
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file, or raise an error that names the file and the line."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise TailraceError(f"{path} is not valid TOML: {error}") from None
+
+
+def parse(model: type[M], data: dict[str, Any]) -> M:
+    """Validate plain data into a model, with errors a user can act on."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise explain(error, model) from None

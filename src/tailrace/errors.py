@@ -1,0 +1,19 @@
+"""The one exception a user is meant to see."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class TailraceError(Exception):
+    """A mistake in what the user gave us, said in one sentence that names what to do.
+
+    The command line prints it without a stack trace and exits with code 2.
+    """
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> TailraceError:
+    """Build the error for a name that does not exist, with the nearest names that do."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    return TailraceError(f"unknown {kind} '{name}'; {hint}")

@@ -1,0 +1,57 @@
+"""One registry of random seeds, so that training, tuning and evaluation never share traffic.
+
+A seed is an integer whose leading digit says what it is for. Code that must not see evaluation
+traffic calls :func:`require` and refuses a seed of another purpose.
+"""
+
+from enum import StrEnum
+
+import numpy as np
+
+from tailrace.errors import TailraceError
+
+SEEDS_PER_PURPOSE = 1_000_000_000
+
+
+class Purpose(StrEnum):
+    """What traffic made from a seed may be used for."""
+
+    TRAINING = "training"
+    TUNING = "tuning"
+    EVALUATION = "evaluation"
+
+
+_FIRST_SEED = {purpose: (k + 1) * SEEDS_PER_PURPOSE for k, purpose in enumerate(Purpose)}
+
+
+def seeds(purpose: Purpose, count: int, start: int = 0) -> list[int]:
+    """Return ``count`` seeds of a purpose, beginning with its ``start``-th."""
+    if count < 1 or start < 0 or start + count > SEEDS_PER_PURPOSE:
+        raise TailraceError(f"cannot give {count} {purpose} seeds from number {start}")
+    first = _FIRST_SEED[purpose] + start
+    return list(range(first, first + count))
+
+
+def purpose_of(seed: int) -> Purpose | None:
+    """Return what a seed is for, or None for a seed of the user's own (below the registry)."""
+    for purpose, first in _FIRST_SEED.items():
+        if first <= seed < first + SEEDS_PER_PURPOSE:
+            return purpose
+    return None
+
+
+def require(seed: int, purpose: Purpose) -> int:
+    """Return the seed, or raise if it was set aside for another purpose."""
+    actual = purpose_of(seed)
+    if actual is not None and actual is not purpose:
+        raise TailraceError(
+            f"seed {seed} is set aside for {actual}, not {purpose}; take one from seeds({purpose})"
+        )
+    return seed
+
+
+def generator(seed: int, stream: str = "") -> np.random.Generator:
+    """Return the random generator of a seed; each named stream is independent of the others."""
+    if seed < 0:
+        raise TailraceError(f"a seed must not be negative, got {seed}")
+    return np.random.default_rng([seed, *stream.encode()])

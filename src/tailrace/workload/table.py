@@ -1,0 +1,128 @@
+"""The request table: the one description of traffic that every later stage reads.
+
+A request is a row; its id is its row number. What a prompt *contains* matters only for prefix
+caching, so content is kept as runs: run ``(segment, tokens)`` stands for the first ``tokens``
+tokens of the endless token stream named ``segment``. Two prompts share a prefix as far as their
+runs agree. The answer continues the stream of the last run, so a conversation is one segment of
+which every turn uses a longer prefix, however many turns it has. A request without runs shares
+nothing with anybody.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import TailraceError
+
+DEFAULT_TTFT_SLO_S = 1.0
+DEFAULT_TPOT_SLO_S = 0.05
+
+#: One request. ``arrival_s`` of a row with a parent is nominal: it orders the table and feeds
+#: statistics, while the simulated arrival is ``think_s`` after the parent finished.
+REQUEST = np.dtype(
+    [
+        ("arrival_s", "f8"),  # s from the start of the run
+        ("think_s", "f8"),  # s between the parent's end and this arrival; 0 without a parent
+        ("ttft_slo_s", "f8"),  # target for the time to first token
+        ("tpot_slo_s", "f8"),  # target for the time per output token
+        ("prompt_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("session", "i4"),  # dense number of the conversation, -1: none
+        ("turn", "i4"),  # 0 for the first request of a session
+        ("parent", "i4"),  # row of the previous turn, -1: arrives at arrival_s
+        ("priority", "i4"),  # higher is more urgent; carried, not used by the engines
+        ("run_start", "i8"),  # first of its runs in RequestTable.runs
+        ("run_count", "i4"),
+        ("reserved", "i4"),
+    ]
+)
+
+#: One run of prompt content.
+RUN = np.dtype([("segment", "i8"), ("tokens", "i4"), ("reserved", "i4")])
+
+
+@dataclass(frozen=True)
+class RequestTable:
+    """Requests ``[R]`` (dtype REQUEST) and the runs ``[U]`` (dtype RUN) their prompts consist of."""
+
+    rows: NDArray[np.void]
+    runs: NDArray[np.void]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def build(
+        cls,
+        arrival_s: NDArray[np.float64],
+        prompt_tokens: NDArray[np.int64],
+        output_tokens: NDArray[np.int64],
+        runs: list[list[tuple[int, int]]] | None = None,
+        **columns: NDArray[np.generic] | float,
+    ) -> "RequestTable":
+        """Build and validate a table from columns; what is left out gets its default."""
+        rows = np.zeros(len(arrival_s), REQUEST)
+        rows["arrival_s"] = arrival_s
+        rows["prompt_tokens"] = prompt_tokens
+        rows["output_tokens"] = output_tokens
+        rows["session"] = rows["parent"] = -1
+        rows["ttft_slo_s"] = DEFAULT_TTFT_SLO_S
+        rows["tpot_slo_s"] = DEFAULT_TPOT_SLO_S
+        for name, values in columns.items():
+            rows[name] = values
+        flat = np.zeros(0, RUN)
+        if runs is not None:
+            counts = np.array([len(r) for r in runs], np.int64)
+            rows["run_count"] = counts
+            rows["run_start"] = np.cumsum(counts) - counts
+            flat = np.zeros(int(counts.sum()), RUN)
+            pairs = [pair for request in runs for pair in request]
+            if pairs:
+                flat["segment"], flat["tokens"] = np.array(pairs, np.int64).T
+        table = cls(rows, flat)
+        table.validate()
+        return table
+
+    def validate(self) -> None:
+        """Raise a TailraceError that names the first bad row, if there is one."""
+        rows = self.rows
+        if len(rows) == 0:
+            raise TailraceError("the request table is empty")
+
+        def refuse(bad: NDArray[np.bool_], what: str) -> None:
+            if bad.any():
+                row = int(np.argmax(bad))
+                raise TailraceError(f"request {row}: {what}")
+
+        for name in ("arrival_s", "think_s", "ttft_slo_s", "tpot_slo_s"):
+            refuse(~np.isfinite(rows[name]), f"{name} is not a finite number")
+            refuse(rows[name] < 0, f"{name} is negative")
+        refuse(rows["prompt_tokens"] < 1, "prompt_tokens must be at least 1")
+        refuse(rows["output_tokens"] < 1, "output_tokens must be at least 1")
+        refuse(
+            np.diff(rows["arrival_s"], prepend=-np.inf) < 0,
+            "arrives before the request above it; sort the table by arrival",
+        )
+        ids = np.arange(len(rows))
+        refuse(rows["parent"] >= ids, "its parent must stand above it")
+        refuse(rows["parent"] < -1, "parent must be a row number, or -1")
+        children = np.bincount(rows["parent"][rows["parent"] >= 0], minlength=len(rows))
+        refuse(children > 1, "has more than one follow-up; a turn has at most one")
+        self._validate_runs(refuse)
+
+    def _validate_runs(self, refuse) -> None:  # type: ignore[no-untyped-def]
+        rows, runs = self.rows, self.runs
+        if len(runs) == 0:
+            return
+        if (runs["tokens"] < 0).any():
+            raise TailraceError("a content run has a negative number of tokens")
+        total = np.concatenate([[0], np.cumsum(runs["tokens"], dtype=np.int64)])
+        start = rows["run_start"]
+        end = start + rows["run_count"]
+        refuse((start < 0) | (end > len(runs)), "its content runs lie outside the run list")
+        has_runs = rows["run_count"] > 0
+        refuse(
+            has_runs & (total[end] - total[start] != rows["prompt_tokens"]),
+            "its content runs do not add up to prompt_tokens",
+        )

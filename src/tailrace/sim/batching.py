@@ -1,0 +1,357 @@
+"""Resident requests of a server: slots, blocks they hold, preemption, and the waiting queue.
+
+The decodes of a server advance together, one token each per decode iteration ("tick"), so nothing is
+stored per token: a slot keeps ``tokens processed - tick``, which stays constant, and the tick at which
+it is done. Blocks are booked in one of two ways:
+
+* counted (sarathi, vllm, and vllm_v1 without caching): every decode takes one block each
+  ``block_size`` ticks, so ``phase[k]`` counts the decodes that take one at ticks = k (mod block_size)
+  and an iteration costs O(1), a whole stretch of them O(block_size);
+* explicit (vllm_v1 with prefix caching or preallocation): each request has a list of real blocks, and
+  a slot knows the tick of its next block event (needs one, or fills one).
+
+At most one resident request is partly prefilled, and it is the last slot: a new request is admitted
+only after everyone before it got all it wanted of the token budget.
+"""
+
+import numpy as np
+
+from tailrace.compiled import jit
+from tailrace.sim import kvcache
+from tailrace.sim.types import (
+    DONE,
+    RUNNING,
+    SLOT_CHUNK,
+    SLOT_EVENT,
+    SLOT_FINISH,
+    SLOT_OFFSET,
+    SLOT_REQUEST,
+    SLOT_ROW,
+    SLOT_ROWS,
+    VLLM_V1,
+    WAITING,
+)
+
+NO_TICK = np.int64(2**62)
+
+
+@jit
+def ceil_div(a, b):
+    """Quotient of integers, rounded up."""
+    return -(-a // b)
+
+
+# ---- waiting queue: a linked list through REQUEST_STATE.next ------------------------------------
+
+
+@jit
+def enqueue(server, requests, r):
+    """Put a request at the end of the waiting queue."""
+    requests[r]["next"] = -1
+    if server["queue_len"] == 0:
+        server["queue_head"] = r
+    else:
+        requests[server["queue_tail"]]["next"] = r
+    server["queue_tail"] = r
+    server["queue_len"] += 1
+
+
+@jit
+def _enqueue_first(server, requests, r):
+    requests[r]["next"] = server["queue_head"] if server["queue_len"] > 0 else -1
+    if server["queue_len"] == 0:
+        server["queue_tail"] = r
+    server["queue_head"] = r
+    server["queue_len"] += 1
+
+
+@jit
+def _enqueue_sorted(server, requests, r):
+    """vllm_v1 keeps its queue by (time it was sent, id)."""
+    sent = requests[r]["sent"]
+    before = -1
+    at = server["queue_head"] if server["queue_len"] > 0 else -1
+    while at >= 0 and (
+        requests[at]["sent"] < sent or (requests[at]["sent"] == sent and at < r)
+    ):
+        before = at
+        at = requests[at]["next"]
+    if before < 0:
+        _enqueue_first(server, requests, r)
+    elif at < 0:
+        enqueue(server, requests, r)
+    else:
+        requests[before]["next"] = r
+        requests[r]["next"] = at
+        server["queue_len"] += 1
+
+
+@jit
+def dequeue(server, requests):
+    """Take the first waiting request."""
+    r = server["queue_head"]
+    server["queue_head"] = requests[r]["next"]
+    server["queue_len"] -= 1
+    requests[r]["next"] = -1
+    return r
+
+
+# ---- blocks -------------------------------------------------------------------------------------
+
+
+@jit
+def _phase_index(server, offset):
+    """Ticks (mod block size) at which a decode takes a block, in counted mode.
+
+    sarathi and vllm take it once the processed tokens exceed what is held; vllm_v1 one token earlier.
+    """
+    lead = 0 if server["scheduler"] == VLLM_V1 else 1
+    return (lead - offset) % server["block_size"]
+
+
+@jit
+def blocks_due(server, phase, first_tick, ticks):
+    """Blocks that the decodes take in ``ticks`` iterations from ``first_tick`` on, in counted mode."""
+    size = server["block_size"]
+    due = (ticks // size) * server["n_decodes"]
+    at = first_tick % size
+    for _ in range(ticks % size):
+        due += phase[at]
+        at += 1
+        if at == size:
+            at = 0
+    return due
+
+
+@jit
+def decode_blocks(server, prompt, processed):
+    """Blocks a decode holds before its next iteration, in counted mode."""
+    if server["scheduler"] == VLLM_V1 and processed > prompt + 1:
+        return ceil_div(processed, server["block_size"])
+    return ceil_div(processed - 1, server["block_size"])
+
+
+@jit
+def _prefill_blocks(server, prompt, processed):
+    """Blocks a partly prefilled request holds, in counted mode."""
+    whole = prompt if server["scheduler"] != VLLM_V1 else processed
+    return ceil_div(whole, server["block_size"])
+
+
+@jit
+def take_blocks(server, kv, row, request, count):
+    """Give a request ``count`` more blocks, in explicit mode."""
+    if server["caching"]:
+        for k in range(request["blocks"], request["blocks"] + count):
+            kv.held[row, k] = kvcache.take_free(server, kv)
+    else:
+        server["free_blocks"] -= count
+    request["blocks"] += count
+
+
+@jit
+def release_row(server, kv, row, request):
+    """Give back all blocks of a request, last first, in explicit mode."""
+    if server["caching"]:
+        for k in range(request["blocks"] - 1, -1, -1):
+            kvcache.release(server, kv, kv.held[row, k])
+    else:
+        server["free_blocks"] += request["blocks"]
+    request["blocks"] = 0
+    top = kv.rows_free.size - 1
+    kv.rows_free[kv.rows_free[top]] = row
+    kv.rows_free[top] += 1
+
+
+@jit
+def make_findable(server, kv, content, row, r, before, after):
+    """Register the blocks that become full as the processed tokens go from ``before`` to ``after``."""
+    size = server["block_size"]
+    for index in range(before // size, after // size):
+        key = kvcache.block_key(content, r, index, size)
+        kvcache.register(kv, kv.held[row, index], key)
+
+
+@jit
+def next_block_event(server, request, offset, tick):
+    """Tick, not before ``tick``, at which a decode next needs a block or fills one, in explicit mode."""
+    size = server["block_size"]
+    due = request["blocks"] * size - offset
+    if server["caching"]:
+        due = min(due, tick + (-1 - offset - tick) % size)
+    return due
+
+
+# ---- slots --------------------------------------------------------------------------------------
+
+
+@jit
+def _move_slot(slots, source, target):
+    if source != target:
+        for k in range(SLOT_ROWS):
+            slots[k, target] = slots[k, source]
+
+
+@jit
+def add_slot(server, slots, kv, requests, r, chunk, now):
+    """A request becomes resident with ``chunk`` prompt tokens in the iteration being formed."""
+    i = server["n_slots"]
+    request = requests[r]
+    request["status"] = RUNNING
+    if np.isnan(request["scheduled"]):
+        request["scheduled"] = now
+    if request["cached"] < 0:
+        request["cached"] = request["processed"]
+    slots[SLOT_REQUEST, i] = r
+    slots[SLOT_CHUNK, i] = chunk
+    if server["explicit"]:
+        top = kv.rows_free.size - 1
+        kv.rows_free[top] -= 1
+        slots[SLOT_ROW, i] = kv.rows_free[kv.rows_free[top]]
+    server["n_slots"] += 1
+
+
+@jit
+def become_decode(server, slots, phase, requests, i):
+    """Slot ``i``, the first behind the decodes, has its whole prompt processed and a token out."""
+    request = requests[slots[SLOT_REQUEST, i]]
+    tick = server["tick"]
+    offset = request["processed"] - tick
+    finish = tick + request["prompt"] + request["output"] - request["processed"]
+    slots[SLOT_OFFSET, i] = offset
+    slots[SLOT_FINISH, i] = finish
+    server["next_finish"] = min(server["next_finish"], finish)
+    server["n_decodes"] += 1
+    server["context"] += request["processed"]
+    if server["explicit"]:
+        event = next_block_event(server, request, offset, tick)
+        if request["processed"] % server["block_size"] == 0:
+            event = tick  # the first output token filled a block that is not findable yet
+        slots[SLOT_EVENT, i] = event
+        server["next_event"] = min(server["next_event"], event)
+    else:
+        phase[_phase_index(server, offset)] += 1
+        just_joined = request["processed"] == request["prompt"] + 1
+        whole_blocks = request["prompt"] % server["block_size"] == 0
+        if server["scheduler"] == VLLM_V1 and just_joined and whole_blocks:
+            server["fresh"] += 1
+
+
+@jit
+def _leave_decodes(server, slots, phase, kv, requests, i):
+    """Decode slot ``i`` gives its blocks back and stops counting; returns its tokens processed."""
+    request = requests[slots[SLOT_REQUEST, i]]
+    processed = slots[SLOT_OFFSET, i] + server["tick"]
+    server["context"] -= processed
+    if server["explicit"]:
+        release_row(server, kv, slots[SLOT_ROW, i], request)
+    else:
+        phase[_phase_index(server, slots[SLOT_OFFSET, i])] -= 1
+        server["free_blocks"] += decode_blocks(server, request["prompt"], processed)
+    return processed
+
+
+@jit
+def preempt_last(server, slots, phase, kv, requests):
+    """Evict the last resident request: its blocks are freed and it has to be prefilled anew."""
+    i = server["n_slots"] - 1
+    r = slots[SLOT_REQUEST, i]
+    request = requests[r]
+    total = request["prompt"] + request["output"]
+    if i < server["n_decodes"]:
+        if request["prompt"] % server["block_size"] == 0 and server["scheduler"] == VLLM_V1:
+            just_joined = slots[SLOT_OFFSET, i] + server["tick"] == request["prompt"] + 1
+            if just_joined and not server["explicit"]:
+                server["fresh"] -= 1
+        processed = _leave_decodes(server, slots, phase, kv, requests, i)
+        server["n_decodes"] -= 1
+        server["preempted_context"] += processed
+        request["context"] = processed
+        request["prompt"] = processed
+    else:
+        server["partial_preemptions"] += 1
+        if server["explicit"]:
+            release_row(server, kv, slots[SLOT_ROW, i], request)
+        else:
+            held = _prefill_blocks(server, request["prompt"], request["processed"])
+            server["free_blocks"] += held
+        if server["compat"]:
+            # Vidur's defect: the rest of the prompt turns into output.
+            request["prompt"] = request["processed"]
+    request["output"] = total - request["prompt"]
+    request["processed"] = 0
+    request["restarts"] += 1
+    request["status"] = WAITING
+    server["preemptions"] += 1
+    server["n_slots"] = i
+    if server["scheduler"] == VLLM_V1:
+        _enqueue_sorted(server, requests, r)
+    else:
+        _enqueue_first(server, requests, r)
+
+
+@jit
+def _settle(server, requests, r, end, notices):
+    request = requests[r]
+    request["done"] = end
+    request["status"] = DONE
+    notices[1, 1 + notices[1, 0]] = r
+    notices[1, 0] += 1
+
+
+@jit
+def retire_decodes(server, slots, phase, kv, requests, end, notices):
+    """Take out the decodes that are done at this tick, keeping the order of the others."""
+    tick = server["tick"]
+    kept = 0
+    next_finish = NO_TICK
+    decodes = server["n_decodes"]
+    for i in range(decodes):
+        finish = slots[SLOT_FINISH, i]
+        if finish <= tick:
+            r = slots[SLOT_REQUEST, i]
+            requests[r]["processed"] = _leave_decodes(server, slots, phase, kv, requests, i)
+            _settle(server, requests, r, end, notices)
+        else:
+            next_finish = min(next_finish, finish)
+            _move_slot(slots, i, kept)
+            kept += 1
+    for i in range(decodes, server["n_slots"]):
+        _move_slot(slots, i, i - decodes + kept)
+    server["n_slots"] -= decodes - kept
+    server["n_decodes"] = kept
+    server["next_finish"] = next_finish
+
+
+@jit
+def advance_prefills(server, slots, phase, kv, requests, end, notices):
+    """Book the prompt tokens of the iteration that just ended; finished prompts become decodes."""
+    kept = server["n_decodes"]
+    for i in range(server["n_decodes"], server["n_slots"]):
+        r = slots[SLOT_REQUEST, i]
+        request = requests[r]
+        request["processed"] += slots[SLOT_CHUNK, i]
+        slots[SLOT_CHUNK, i] = 0
+        if request["processed"] < request["prompt"]:
+            _move_slot(slots, i, kept)
+            kept += 1
+            continue
+        request["processed"] += 1  # the first output token comes with the end of the prompt
+        if np.isnan(request["first"]):
+            request["first"] = end
+            notices[0, 1 + notices[0, 0]] = r
+            notices[0, 0] += 1
+        server["preempted_context"] -= request["context"]
+        request["context"] = 0
+        if request["output"] == 1:
+            if server["explicit"]:
+                release_row(server, kv, slots[SLOT_ROW, i], request)
+            else:
+                held = _prefill_blocks(server, request["prompt"], request["prompt"])
+                server["free_blocks"] += held
+            _settle(server, requests, r, end, notices)
+            continue
+        _move_slot(slots, i, kept)
+        become_decode(server, slots, phase, requests, kept)
+        kept += 1
+    server["n_slots"] = kept

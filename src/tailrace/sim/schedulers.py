@@ -1,0 +1,386 @@
+"""How a server forms its next batch: sarathi, vllm and vllm_v1 on one pipeline stage.
+
+Each ``_form_*`` function fills the slots' chunks, books blocks and sets ``tokens``, ``work`` and
+``batched`` of the server. :func:`form` then sets the clock: one iteration, or, if only decodes take
+part, a whole stretch of equal iterations up to the next moment at which anything can change.
+"""
+
+from tailrace.compiled import jit
+from tailrace.sim import batching, kvcache
+from tailrace.sim.batching import ceil_div
+from tailrace.sim.cost import iteration_s, token_ms
+from tailrace.sim.types import (
+    SARATHI,
+    SLOT_CHUNK,
+    SLOT_EVENT,
+    SLOT_OFFSET,
+    SLOT_REQUEST,
+    SLOT_ROW,
+    VLLM,
+)
+
+
+@jit
+def form(server, slots, phase, kv, requests, content, cost, now):
+    """Begin the next iteration at ``now`` (s). False if there is none to begin."""
+    preemptions = server["preemptions"]
+    if not _form_batch(server, slots, phase, kv, requests, content, now):
+        # Everyone was evicted. The queue can be served at once; Vidur waits for the next arrival.
+        again = server["preemptions"] > preemptions and not server["compat"]
+        if not (again and _form_batch(server, slots, phase, kv, requests, content, now)):
+            server["ready_at"] = float("inf")
+            server["stuck"] = server["queue_len"] > 0 and not server["compat"]
+            return False
+    server["busy"] = 1
+    server["start"] = now
+    server["steps"] = 1
+    decodes_only = server["decoding"] == 1 and server["batched"] == server["n_decodes"]
+    # After an eviction vllm_v1 admits nobody, but it may in the very next iteration.
+    settled = server["preemptions"] == preemptions
+    if decodes_only and settled and not server["exact"]:
+        server["steps"] = _stretch(server)
+    server["until"] = stretch_end(server, cost, server["steps"])
+    return True
+
+
+@jit
+def _form_batch(server, slots, phase, kv, requests, content, now):
+    server["tokens"] = 0
+    server["work"] = 0.0
+    server["batched"] = 0
+    server["decoding"] = 0
+    scheduler = server["scheduler"]
+    if scheduler == SARATHI:
+        _form_sarathi(server, slots, phase, kv, requests, now)
+    elif scheduler == VLLM:
+        _form_vllm(server, slots, phase, kv, requests, now)
+    else:
+        _form_vllm_v1(server, slots, phase, kv, requests, content, now)
+    return server["tokens"] > 0
+
+
+@jit
+def _stretch(server):
+    """Decode iterations until someone is done or, at the worst, blocks run short."""
+    steps = server["next_finish"] - server["tick"]
+    if server["explicit"]:
+        return min(steps, max(server["next_event"] - server["tick"], 1))
+    # The blocks of the first iteration are booked already; block_size more cost one per decode.
+    # sarathi and vllm want one block left over, vllm_v1 can spare it.
+    spare = server["free_blocks"] - 1
+    safe = 1 + max(spare, 0) // server["n_decodes"] * server["block_size"]
+    return min(steps, safe)
+
+
+@jit
+def stretch_end(server, cost, steps):
+    """End, in s, of the first ``steps`` iterations of the stretch under way."""
+    divisor = server["speed"]
+    if steps == 1:
+        seconds = iteration_s(
+            cost, server["tokens"], server["context"] * server["decoding"], server["work"], divisor
+        )
+        return server["start"] + seconds
+    context = steps * server["context"] + server["n_decodes"] * (steps * (steps - 1) // 2)
+    ms = steps * token_ms(cost, server["tokens"]) + cost["per_context_ms"] * context
+    return server["start"] + ms / divisor * 1e-3
+
+
+@jit
+def steps_ended(server, cost, now):
+    """Iterations of the stretch under way that ended at or before ``now``."""
+    low, high = 0, server["steps"] - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if stretch_end(server, cost, middle) <= now:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@jit
+def interrupt(server, cost, now):
+    """Let the stretch under way end with the iteration that is running at ``now``, so that news counts."""
+    if server["busy"] == 0 or server["steps"] == 1:
+        return
+    steps = steps_ended(server, cost, now)
+    if steps == 0 or stretch_end(server, cost, steps) < now:
+        steps += 1
+    server["steps"] = steps
+    server["until"] = stretch_end(server, cost, steps)
+
+
+@jit
+def _decodes_take_part(server):
+    server["decoding"] = 1 if server["n_decodes"] > 0 else 0
+    server["tokens"] = server["n_decodes"]
+    server["batched"] = server["n_decodes"]
+
+
+@jit
+def _add_chunk(server, processed, chunk):
+    server["tokens"] += chunk
+    server["work"] += chunk * (processed + chunk / 2)
+    server["batched"] += 1
+
+
+# ---- sarathi ------------------------------------------------------------------------------------
+
+
+@jit
+def _form_sarathi(server, slots, phase, kv, requests, now):
+    """Decodes first, the rest of the token budget to prompts in order; whole prompts are reserved."""
+    _book_decode_blocks(server, slots, phase, kv, requests)
+    _decodes_take_part(server)
+    budget = server["chunk_size"] - server["tokens"]
+    if server["n_slots"] > server["n_decodes"]:
+        i = server["n_slots"] - 1
+        request = requests[slots[SLOT_REQUEST, i]]
+        chunk = min(request["prompt"] - request["processed"], max(budget, 0))
+        slots[SLOT_CHUNK, i] = chunk
+        if chunk > 0:
+            _add_chunk(server, request["processed"], chunk)
+        budget -= chunk
+    while server["queue_len"] > 0 and server["n_slots"] < server["batch_cap"] and budget > 0:
+        request = requests[server["queue_head"]]
+        blocks = ceil_div(request["prompt"], server["block_size"])
+        if server["free_blocks"] - blocks < server["watermark_blocks"]:
+            break
+        server["free_blocks"] -= blocks
+        chunk = min(request["prompt"], budget)
+        r = batching.dequeue(server, requests)
+        batching.add_slot(server, slots, kv, requests, r, chunk, now)
+        _add_chunk(server, 0, chunk)
+        budget -= chunk
+
+
+@jit
+def _book_decode_blocks(server, slots, phase, kv, requests):
+    """sarathi and vllm: each decode wants a free block before it runs, even if it takes none."""
+    if server["n_decodes"] == 0:
+        return
+    due = phase[server["tick"] % server["block_size"]]
+    if server["free_blocks"] - due >= 1:
+        server["free_blocks"] -= due
+        return
+    if server["scheduler"] == VLLM:
+        _sort_by_sent(server, slots, requests)
+    i = 0
+    while i < server["n_decodes"]:
+        while server["free_blocks"] < 1 and i < server["n_slots"]:
+            batching.preempt_last(server, slots, phase, kv, requests)
+        if i >= server["n_slots"]:
+            break  # it had to evict itself
+        request = requests[slots[SLOT_REQUEST, i]]
+        processed = slots[SLOT_OFFSET, i] + server["tick"]
+        held = batching.decode_blocks(server, request["prompt"], processed)
+        if processed > held * server["block_size"]:
+            server["free_blocks"] -= 1
+        i += 1
+
+
+@jit
+def _sort_by_sent(server, slots, requests):
+    """Stable insertion sort of the decodes by the time they were sent; nearly sorted as a rule."""
+    rows = slots.shape[0]
+    for i in range(1, server["n_decodes"]):
+        j = i
+        while (
+            j > 0
+            and requests[slots[SLOT_REQUEST, j - 1]]["sent"]
+            > requests[slots[SLOT_REQUEST, j]]["sent"]
+        ):
+            for k in range(rows):
+                slots[k, j - 1], slots[k, j] = slots[k, j], slots[k, j - 1]
+            j -= 1
+
+
+# ---- vllm ---------------------------------------------------------------------------------------
+
+
+@jit
+def _form_vllm(server, slots, phase, kv, requests, now):
+    """Whole prompts alone, if any can be admitted; otherwise the decodes."""
+    longest = 0
+    admitted = 0
+    while server["queue_len"] > 0 and server["n_slots"] < server["batch_cap"]:
+        request = requests[server["queue_head"]]
+        prompt = request["prompt"]
+        blocks = ceil_div(prompt, server["block_size"])
+        if server["free_blocks"] - blocks < server["watermark_blocks"]:
+            break
+        longest = max(longest, prompt)
+        if (admitted + 1) * longest > server["max_batch_tokens"]:
+            break
+        server["free_blocks"] -= blocks
+        r = batching.dequeue(server, requests)
+        batching.add_slot(server, slots, kv, requests, r, prompt, now)
+        _add_chunk(server, 0, prompt)
+        admitted += 1
+    if admitted == 0:
+        _book_decode_blocks(server, slots, phase, kv, requests)
+        _decodes_take_part(server)
+
+
+# ---- vllm_v1 ------------------------------------------------------------------------------------
+
+
+@jit
+def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
+    """Running requests in order of admission, blocks as needed; new ones only if nobody was evicted."""
+    preemptions = server["preemptions"]
+    if server["explicit"]:
+        if server["n_decodes"] > 0 and server["tick"] >= server["next_event"]:
+            _grow_decodes(server, slots, phase, kv, requests, content)
+    else:
+        due = server["fresh"] + phase[server["tick"] % server["block_size"]]
+        if due <= server["free_blocks"]:
+            server["free_blocks"] -= due
+        else:
+            _squeeze_decodes(server, slots, phase, kv, requests)
+        server["fresh"] = 0
+    _decodes_take_part(server)
+    budget = server["chunk_size"] - server["tokens"]
+    if server["n_slots"] > server["n_decodes"]:
+        i = server["n_slots"] - 1
+        request = requests[slots[SLOT_REQUEST, i]]
+        chunk = min(request["prompt"] - request["processed"], budget)
+        if _grow_prefill(server, slots, kv, requests, content, i, chunk):
+            slots[SLOT_CHUNK, i] = chunk
+            _add_chunk(server, request["processed"], chunk)
+            budget -= chunk
+        else:
+            batching.preempt_last(server, slots, phase, kv, requests)
+    if server["preemptions"] == preemptions:
+        _admit_vllm_v1(server, slots, kv, requests, content, budget, now)
+
+
+@jit
+def _squeeze_decodes(server, slots, phase, kv, requests):
+    """Counted blocks are short: decode by decode, evicting the last resident request as needed."""
+    i = 0
+    while i < server["n_decodes"]:
+        request = requests[slots[SLOT_REQUEST, i]]
+        processed = slots[SLOT_OFFSET, i] + server["tick"]
+        held = batching.decode_blocks(server, request["prompt"], processed)
+        need = ceil_div(processed + 1, server["block_size"]) - held
+        while need > server["free_blocks"] and i < server["n_slots"]:
+            batching.preempt_last(server, slots, phase, kv, requests)
+        if i >= server["n_slots"]:
+            break
+        server["free_blocks"] -= need
+        i += 1
+
+
+@jit
+def _grow_decodes(server, slots, phase, kv, requests, content):
+    """Explicit blocks: serve the decodes that need or fill a block at this tick."""
+    tick = server["tick"]
+    size = server["block_size"]
+    next_event = batching.NO_TICK
+    i = 0
+    while i < server["n_decodes"]:
+        if slots[SLOT_EVENT, i] > tick:
+            next_event = min(next_event, slots[SLOT_EVENT, i])
+            i += 1
+            continue
+        r = slots[SLOT_REQUEST, i]
+        request = requests[r]
+        after = slots[SLOT_OFFSET, i] + tick + 1
+        need = ceil_div(after, size) - request["blocks"]
+        while need > server["free_blocks"] and i < server["n_slots"]:
+            batching.preempt_last(server, slots, phase, kv, requests)
+        if i >= server["n_slots"]:
+            break
+        row = slots[SLOT_ROW, i]
+        if need > 0:
+            count = min(need + server["extra_blocks"], server["free_blocks"])
+            batching.take_blocks(server, kv, row, request, count)
+        if server["caching"]:
+            # The first output token came with the prompt, in an iteration that booked none for it.
+            just_joined = after == request["prompt"] + 2
+            before = after - 2 if just_joined else after - 1
+            batching.make_findable(server, kv, content, row, r, before, after)
+        event = batching.next_block_event(server, request, slots[SLOT_OFFSET, i], tick + 1)
+        slots[SLOT_EVENT, i] = event
+        next_event = min(next_event, event)
+        i += 1
+    server["next_event"] = next_event
+
+
+@jit
+def _grow_prefill(server, slots, kv, requests, content, i, chunk):
+    """Blocks for ``chunk`` more prompt tokens of slot ``i``; False if there are not enough."""
+    r = slots[SLOT_REQUEST, i]
+    request = requests[r]
+    before = request["processed"]
+    after = before + chunk
+    size = server["block_size"]
+    held = request["blocks"] if server["explicit"] else ceil_div(before, size)
+    need = ceil_div(after, size) - held
+    if need > server["free_blocks"]:
+        return False
+    if not server["explicit"]:
+        server["free_blocks"] -= need
+        return True
+    if need > 0:
+        count = min(need + server["extra_blocks"], server["free_blocks"])
+        batching.take_blocks(server, kv, slots[SLOT_ROW, i], request, count)
+    if server["caching"]:
+        batching.make_findable(server, kv, content, slots[SLOT_ROW, i], r, before, after)
+    return True
+
+
+@jit
+def _admit_vllm_v1(server, slots, kv, requests, content, budget, now):
+    while (
+        server["queue_len"] > 0
+        and server["n_slots"] < server["batch_cap"]
+        and budget > 0
+        and server["free_blocks"] > 0
+    ):
+        r = server["queue_head"]
+        request = requests[r]
+        if not _reuse_prefix(server, kv, request, content, r, budget):
+            break
+        chunk = min(request["prompt"] - request["processed"], budget)
+        batching.dequeue(server, requests)
+        batching.add_slot(server, slots, kv, requests, r, chunk, now)
+        i = server["n_slots"] - 1
+        _grow_prefill(server, slots, kv, requests, content, i, chunk)
+        _add_chunk(server, request["processed"], chunk)
+        budget -= chunk
+
+
+@jit
+def _reuse_prefix(server, kv, request, content, r, budget):
+    """Hold the cached blocks of a waiting request's prompt if its first chunk fits; else change nothing."""
+    size = server["block_size"]
+    # Without real blocks (look-ahead), what the router believes to be cached counts as taken.
+    hits = request["believed"] // size
+    idle = hits
+    row = 0
+    if server["caching"]:
+        idle = 0
+        # add_slot takes the same row: the top of the stack.
+        row = kv.rows_free[kv.rows_free[kv.rows_free.size - 1] - 1]
+        hits = kvcache.longest_prefix(kv, content, r, request["prompt"], size, row)
+        if hits * size == request["prompt"]:
+            hits -= 1  # at least one token has to be computed to get an answer
+        for k in range(hits):
+            if kv.blocks[kv.held[row, k]]["refs"] == 0:
+                idle += 1
+    computed = hits * size
+    chunk = min(request["prompt"] - computed, budget)
+    need = ceil_div(computed + chunk, size) - hits
+    if need > server["free_blocks"] - idle:
+        return False
+    if server["caching"]:
+        for k in range(hits):
+            kvcache.reuse(server, kv, kv.held[row, k])
+        request["blocks"] = hits
+    else:
+        server["free_blocks"] -= hits
+    request["processed"] = computed
+    return True

@@ -1,0 +1,175 @@
+"""One server through time: end iterations, form batches, take requests, die.
+
+Time moves lazily. :func:`step` brings a server at most one transition further towards a time ``t``: an
+iteration that ends at or before ``t`` ends, and a batch due *strictly before* ``t`` is formed. So all
+arrivals of one instant are queued before a batch is formed at that instant.
+"""
+
+import numpy as np
+
+from tailrace.compiled import jit
+from tailrace.sim import batching, kvcache, schedulers
+from tailrace.sim.types import LOST, NOT_ARRIVED, SLOT_REQUEST, WAITING
+
+NOTHING, FORMED, ENDED = 0, 1, 2
+
+
+@jit
+def step(server, slots, phase, kv, requests, content, cost, t, notices):
+    """Make one transition if one is due; returns what happened. News go to ``notices``."""
+    if server["busy"]:
+        if server["until"] > t:
+            return NOTHING
+        _end_iteration(server, slots, phase, kv, requests, notices)
+        return ENDED
+    if server["ready_at"] >= t:
+        return NOTHING
+    if schedulers.form(server, slots, phase, kv, requests, content, cost, server["ready_at"]):
+        return FORMED
+    return NOTHING
+
+
+@jit
+def _end_iteration(server, slots, phase, kv, requests, notices):
+    notices[0, 0] = 0
+    notices[1, 0] = 0
+    end = server["until"]
+    steps = server["steps"]
+    decodes = server["n_decodes"]
+    server["busy"] = 0
+    _count_iterations(server, steps, end - server["start"])
+    if server["decoding"]:
+        if steps > 1 and not server["explicit"]:
+            due = batching.blocks_due(server, phase, server["tick"] + 1, steps - 1)
+            server["free_blocks"] -= due
+        server["context"] += decodes * steps
+        server["tick"] += steps
+        if server["tick"] >= server["next_finish"]:
+            batching.retire_decodes(server, slots, phase, kv, requests, end, notices)
+    if server["n_slots"] > server["n_decodes"]:
+        batching.advance_prefills(server, slots, phase, kv, requests, end, notices)
+    has_work = server["n_slots"] > 0 or server["queue_len"] > 0
+    server["ready_at"] = end if has_work else np.inf
+
+
+@jit
+def _count_iterations(server, steps, seconds):
+    server["iterations"] += steps
+    server["busy_s"] += seconds
+    server["sum_tokens"] += steps * server["tokens"]
+    server["sum_work"] += server["work"]
+    server["sum_batched"] += steps * server["batched"]
+    if server["decoding"]:
+        decodes = server["n_decodes"]
+        server["sum_context"] += steps * server["context"] + decodes * (steps * (steps - 1) // 2)
+
+
+@jit
+def wake_time(server):
+    """When the server next wants attention, s."""
+    return server["until"] if server["busy"] else server["ready_at"]
+
+
+@jit
+def receive(server, requests, cost, r, now):
+    """Queue a request at ``now`` (s)."""
+    request = requests[r]
+    request["status"] = WAITING
+    request["sent"] = now
+    server["requests"] += 1
+    batching.enqueue(server, requests, r)
+    if server["busy"]:
+        schedulers.interrupt(server, cost, now)
+    elif server["ready_at"] == np.inf:
+        server["ready_at"] = now
+
+
+@jit
+def set_speed(server, cost, factor, now):
+    """From the next iteration on, run at ``factor`` times the configured speed."""
+    if server["busy"]:
+        schedulers.interrupt(server, cost, now)
+    server["speed"] = server["configured_speed"] * factor
+
+
+@jit
+def blocks_held(server, phase, cost, now):
+    """Blocks held by requests at ``now`` (s)."""
+    free = server["free_blocks"]
+    if server["busy"] and server["steps"] > 1 and not server["explicit"]:
+        ended = schedulers.steps_ended(server, cost, now)
+        free -= batching.blocks_due(server, phase, server["tick"] + 1, ended)
+    return server["num_blocks"] - free
+
+
+@jit
+def answering_context(server, cost, now):
+    """Prompt and output tokens so far of the requests that have begun to answer."""
+    context = server["context"] + server["preempted_context"]
+    if server["busy"] and server["steps"] > 1:
+        context += server["n_decodes"] * schedulers.steps_ended(server, cost, now)
+    return context
+
+
+@jit
+def die(server, slots, phase, kv, requests, facts, cost, now):
+    """Lose everything at ``now`` (s). Requests that were answering are lost; the others may go elsewhere.
+
+    Returns the heads of two lists, linked by REQUEST_STATE.next: those to be routed again, and the lost.
+    """
+    if server["busy"]:
+        # What the iteration under way would have done is lost; the time was spent all the same.
+        ended = schedulers.steps_ended(server, cost, now)
+        server["work"] = 0.0
+        _count_iterations(server, ended, now - server["start"])
+    here = server["queue_head"] if server["queue_len"] > 0 else -1
+    for i in range(server["n_slots"]):
+        r = slots[SLOT_REQUEST, i]
+        requests[r]["next"] = here
+        here = r
+    homeless = -1
+    lost = -1
+    while here >= 0:
+        r = here
+        request = requests[r]
+        here = request["next"]
+        if not np.isnan(request["first"]):
+            request["status"] = LOST
+            request["done"] = now
+            request["next"] = lost
+            lost = r
+            continue
+        request["status"] = NOT_ARRIVED
+        request["scheduled"] = np.nan
+        request["prompt"] = facts[r]["prompt"]
+        request["output"] = facts[r]["output"]
+        request["processed"] = 0
+        request["blocks"] = 0
+        request["cached"] = -1
+        request["reroutes"] += 1
+        request["next"] = homeless
+        homeless = r
+    empty(server, phase, kv)
+    return homeless, lost
+
+
+@jit
+def empty(server, phase, kv):
+    """A server without requests and with a cold cache."""
+    server["busy"] = 0
+    server["until"] = np.inf
+    server["ready_at"] = np.inf
+    server["steps"] = 1
+    server["queue_head"] = -1
+    server["queue_tail"] = -1
+    server["queue_len"] = 0
+    server["n_slots"] = 0
+    server["n_decodes"] = 0
+    server["context"] = 0
+    server["preempted_context"] = 0
+    server["next_finish"] = batching.NO_TICK
+    server["next_event"] = batching.NO_TICK
+    server["fresh"] = 0
+    server["free_blocks"] = server["num_blocks"]
+    phase[:] = 0
+    kvcache.clear(server, kv)

@@ -1,0 +1,274 @@
+"""The way into the simulator from Python: :func:`simulate` for a whole run, :class:`Simulation` by steps."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.config import Cluster, Engine, Event, Router
+from tailrace.errors import TailraceError
+from tailrace.policy import registry
+from tailrace.policy.base import BuiltinPolicy, Policy, checked_scores
+from tailrace.policy.choose import choose
+from tailrace.policy.view import View
+from tailrace.sim import engine as kernel
+from tailrace.sim.build import build_fleet, build_tables, resolved, why_not_compiled
+from tailrace.sim.reference import ReferenceEngine
+from tailrace.sim.reference.limits import check_cluster, check_requests
+from tailrace.sim.result import FAILED, FINISHED, PENDING, REPLICA_RESULT, REQUEST_RESULT, SimResult
+from tailrace.sim.types import (
+    DONE,
+    LOST,
+    NEWS_FAILED,
+    NEWS_FINISHED,
+    NEWS_FIRST_TOKEN,
+    Fleet,
+)
+from tailrace.workload.table import RequestTable
+
+#: Decisions between two reports of progress, and batches recorded between two emptyings of the log.
+SLICE = 20_000
+BATCH_LOG = 65_536
+
+Progress = Callable[[int], None]
+
+
+def simulate(
+    cluster: Cluster,
+    table: RequestTable,
+    policy: str | Policy,
+    *,
+    router: Router = Router(),
+    engine: Engine = Engine(),
+    events: Sequence[Event] = (),
+    seed: int = 0,
+    record_batches: bool = False,
+    progress: Progress | None = None,
+) -> SimResult:
+    """Route a whole table with one policy; ``progress`` is told how many requests have ended."""
+    chosen = registry.get(policy) if isinstance(policy, str) else policy
+    if uses_reference(cluster, engine):
+        reference = ReferenceEngine(
+            cluster, table, router=router, engine=engine, events=events, seed=seed
+        )
+        return reference.run(chosen, record_batches=record_batches)
+    simulation = Simulation(
+        cluster,
+        table,
+        router=router,
+        engine=engine,
+        events=events,
+        seed=seed,
+        record_batches=record_batches,
+        listen=not isinstance(chosen, BuiltinPolicy),
+        metrics=not isinstance(chosen, BuiltinPolicy) or chosen.rule.uses_metrics,
+    )
+    chosen.reset(cluster.size, seed)
+    simulation.run(chosen, progress)
+    return simulation.result()
+
+
+def uses_reference(cluster: Cluster, engine: Engine) -> bool:
+    """Whether a cluster runs on the reference engine; raises if that contradicts the settings."""
+    reason = why_not_compiled(cluster)
+    if engine.engine == "compiled" and reason is not None:
+        raise TailraceError(f"engine = compiled is not possible: {reason}")
+    return engine.engine == "reference" or reason is not None
+
+
+class Simulation:
+    """One cluster of the compiled engine, decision by decision.
+
+    ``next_decision()`` returns what the router sees, or None at the end; ``assign(replica)`` sends the
+    request at hand. ``copy()`` gives an independent twin that goes on from the same state.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        table: RequestTable,
+        *,
+        router: Router = Router(),
+        engine: Engine = Engine(),
+        events: Sequence[Event] = (),
+        seed: int = 0,
+        record_batches: bool = False,
+        listen: bool = False,
+        metrics: bool = True,
+    ) -> None:
+        """Lay the cluster out at time 0; ``listen`` keeps news for policies with hooks."""
+        reason = why_not_compiled(cluster)
+        if reason is not None:
+            raise TailraceError(reason)
+        replicas = resolved(cluster)
+        check_cluster(replicas, events)
+        if not engine.vidur_compat:
+            check_requests(replicas, table)
+        self.table = table
+        self._tables = build_tables([table], events, router, seed)
+        self._fleet = build_fleet(
+            cluster,
+            [table],
+            self._tables,
+            router,
+            engine,
+            [seed],
+            record_batches=BATCH_LOG if record_batches else 0,
+            record_news=listen,
+        )
+        if not metrics:
+            self._fleet.clusters["scrape_s"] = np.inf
+        self._batches: list[NDArray[np.void]] = []
+
+    def copy(self) -> "Simulation":
+        """Return an independent simulation in the same state, on the same requests."""
+        twin = object.__new__(Simulation)
+        twin.table = self.table
+        twin._tables = self._tables
+        twin._fleet = Fleet(*(array.copy() for array in self._fleet))
+        twin._batches = list(self._batches)
+        return twin
+
+    @property
+    def now(self) -> float:
+        """Simulated time, s."""
+        return float(self._fleet.clusters[0]["now"])
+
+    @property
+    def settled(self) -> int:
+        """Requests that have finished or failed."""
+        cluster = self._fleet.clusters[0]
+        return int(cluster["n_requests"] - cluster["unsettled"])
+
+    def next_decision(self) -> View | None:
+        """Move to the next routing decision; None when there are no more."""
+        while True:
+            status = kernel.next_decision(self._fleet, self._tables, 0)
+            if status == kernel.NEEDS_DECISION:
+                return self.view()
+            if self._is_over(status):
+                return None
+
+    def view(self) -> View:
+        """What the router sees now; live records, not copies."""
+        fleet = self._fleet
+        return View(fleet.requests_view[0], fleet.replicas_view[0], fleet.costs[0], fleet.router[0])
+
+    def assign(self, replica: int) -> None:
+        """Send the request at hand to a replica."""
+        if self._fleet.clusters[0]["request"] < 0:
+            raise TailraceError("there is no request at hand; call next_decision() first")
+        available = self._fleet.replicas_view[0]["available"]
+        if not 0 <= replica < len(available) or not available[replica]:
+            raise TailraceError(f"replica {replica} does not exist or is not available")
+        kernel.assign(self._fleet, self._tables, 0, replica)
+
+    def run(self, policy: Policy, progress: Progress | None = None) -> None:
+        """Route all that is left with one policy."""
+        if isinstance(policy, BuiltinPolicy):
+            self._run_builtin(policy, progress)
+        else:
+            self._run_python(policy, progress)
+
+    def replay(self, replicas: NDArray[np.int64]) -> None:
+        """Send every request to the replica recorded for it, ``replicas`` [R]."""
+        while True:
+            status = kernel.replay(self._fleet, self._tables, 0, replicas)
+            if self._is_over(status):
+                return
+
+    def _run_builtin(self, policy: BuiltinPolicy, progress: Progress | None) -> None:
+        limit = SLICE if progress else np.iinfo(np.int64).max
+        while True:
+            status = kernel.run(
+                self._fleet,
+                self._tables,
+                0,
+                policy.rule.code,
+                policy.params,
+                policy.lowest_id_wins,
+                limit,
+            )
+            if progress:
+                progress(self.settled)
+            if self._is_over(status):
+                return
+
+    def _run_python(self, policy: Policy, progress: Progress | None) -> None:
+        decisions = 0
+        while (view := self.next_decision()) is not None:
+            self._pass_on_news(policy)
+            scores = checked_scores(policy, view)
+            replica = choose(scores, view.replicas, view.router, policy.lowest_id_wins)
+            request, now = int(view.request["id"]), float(view.request["now"])
+            self.assign(replica)
+            policy.sent(int(replica), request, now)
+            decisions += 1
+            if progress and decisions % 1000 == 0:
+                progress(self.settled)
+        self._pass_on_news(policy)
+
+    def _pass_on_news(self, policy: Policy) -> None:
+        """Call the policy's hooks for what the router heard since the last decision, in time order."""
+        cluster = self._fleet.clusters[0]
+        news = self._fleet.news[0, : cluster["news_count"]]
+        hooks = {
+            NEWS_FIRST_TOKEN: policy.first_token,
+            NEWS_FINISHED: policy.finished,
+            NEWS_FAILED: policy.failed,
+        }
+        for k in np.argsort(news["at"], kind="stable"):
+            item = news[k]
+            hooks[int(item["kind"])](int(item["replica"]), int(item["request"]), float(item["at"]))
+        cluster["news_count"] = 0
+
+    def _is_over(self, status: int) -> bool:
+        cluster = self._fleet.clusters[0]
+        if cluster["batch_count"] and status in (kernel.LOG_FULL, kernel.OVER):
+            self._batches.append(self._fleet.batches[0, : cluster["batch_count"]].copy())
+            cluster["batch_count"] = 0
+        if status == kernel.STUCK:
+            raise TailraceError(
+                "a replica has requests waiting but can start none of them; raise its num_blocks"
+            )
+        return bool(status == kernel.OVER)
+
+    def result(self) -> SimResult:
+        """Return what has happened so far."""
+        fleet = self._fleet
+        requests = np.zeros(len(self.table), REQUEST_RESULT)
+        states = fleet.requests[0, : len(self.table)]
+        for target, source in (
+            ("arrived_s", "arrived"),
+            ("scheduled_s", "scheduled"),
+            ("first_token_s", "first"),
+            ("finished_s", "done"),
+            ("replica", "replica"),
+            ("restarts", "restarts"),
+            ("reroutes", "reroutes"),
+            ("expected_cached", "believed"),
+        ):
+            requests[target] = states[source]
+        requests["cached_tokens"] = np.maximum(states["cached"], 0)
+        requests["status"] = np.select(
+            [states["status"] == DONE, states["status"] == LOST], [FINISHED, FAILED], PENDING
+        )
+        replicas = np.zeros(fleet.servers.shape[1], REPLICA_RESULT)
+        for target, source in (
+            ("requests", "requests"),
+            ("iterations", "iterations"),
+            ("busy_s", "busy_s"),
+            ("tokens", "sum_tokens"),
+            ("context", "sum_context"),
+            ("prefill_work", "sum_work"),
+            ("batched", "sum_batched"),
+            ("preemptions", "preemptions"),
+            ("partial_preemptions", "partial_preemptions"),
+        ):
+            replicas[target] = fleet.servers[0][source]
+        batches = np.concatenate(self._batches) if self._batches else None
+        if batches is not None:
+            batches = batches[np.lexsort((batches["replica"], batches["start_s"]))]
+        return SimResult(
+            self.table, requests, replicas, int(fleet.router[0]["decisions"]), batches
+        )

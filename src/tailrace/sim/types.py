@@ -1,0 +1,213 @@
+"""Memory layout of the compiled engine: dtypes with a comment per field, and the arrays of a fleet.
+
+A *fleet* is ``C`` independent clusters of up to ``N`` replicas, all in a handful of arrays whose first
+axis is the cluster. One cluster is therefore one row everywhere, and copying a cluster is copying rows.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+SARATHI, VLLM, VLLM_V1 = 0, 1, 2
+SCHEDULER_CODES = {"sarathi": SARATHI, "vllm": VLLM, "vllm_v1": VLLM_V1}
+
+#: One server: its configuration, what it is doing, and its totals.
+SERVER = np.dtype(
+    [
+        # configuration
+        ("scheduler", "i8"),
+        ("num_blocks", "i8"),
+        ("block_size", "i8"),
+        ("batch_cap", "i8"),
+        ("chunk_size", "i8"),
+        ("max_batch_tokens", "i8"),
+        ("watermark_blocks", "i8"),
+        ("caching", "i8"),  # 1: block-level prefix cache
+        ("explicit", "i8"),  # 1: blocks are booked one by one; 0: counted by phase (see batching.py)
+        ("extra_blocks", "i8"),  # taken along with each new block (vllm_v1)
+        ("configured_speed", "f8"),
+        ("compat", "i8"),  # 1: with Vidur's defects
+        ("exact", "i8"),  # 1: no fast-forward
+        # time
+        ("speed", "f8"),
+        ("busy", "i8"),  # 1: an iteration is under way
+        ("start", "f8"),  # when it began, s
+        ("until", "f8"),  # when it (or the stretch) ends, s
+        ("ready_at", "f8"),  # idle with work since, s; inf: nothing to do
+        # the iteration under way
+        ("steps", "i8"),  # equal decode iterations in one stretch
+        ("decoding", "i8"),  # 1: the decodes take part
+        ("tokens", "i8"),  # T
+        ("work", "f8"),  # W
+        ("batched", "i8"),  # requests in the batch
+        # requests
+        ("queue_head", "i8"),  # waiting requests, linked by REQUEST_STATE.next; -1: none
+        ("queue_tail", "i8"),
+        ("queue_len", "i8"),
+        ("n_slots", "i8"),  # requests that hold blocks
+        ("n_decodes", "i8"),  # of those, the first ones: prompt done
+        ("tick", "i8"),  # decode iterations so far
+        ("context", "i8"),  # K: tokens processed by the decodes
+        ("next_finish", "i8"),  # tick at which the next decode is done
+        ("next_event", "i8"),  # explicit: tick at which a decode next needs or fills a block
+        ("fresh", "i8"),  # counted vllm_v1: extra blocks due at the next decode iteration
+        ("free_blocks", "i8"),
+        ("lru_head", "i8"),  # least recently used free block, -1: none
+        ("lru_tail", "i8"),
+        ("preempted_context", "i8"),  # tokens of answering requests that were preempted
+        # totals
+        ("requests", "i8"),
+        ("iterations", "i8"),
+        ("busy_s", "f8"),
+        ("sum_tokens", "i8"),
+        ("sum_context", "i8"),
+        ("sum_work", "f8"),
+        ("sum_batched", "i8"),
+        ("preemptions", "i8"),
+        ("partial_preemptions", "i8"),
+        ("stuck", "i8"),  # 1: has work but can form no batch
+    ]
+)
+
+#: Rows of the slot matrix [SLOT_ROWS, S] of a server: one column per resident request, in batch order.
+SLOT_REQUEST, SLOT_FINISH, SLOT_OFFSET, SLOT_CHUNK, SLOT_EVENT, SLOT_ROW = 0, 1, 2, 3, 4, 5
+SLOT_ROWS = 6
+# REQUEST: row of the request. FINISH: tick at which it is done. OFFSET: tokens processed minus tick,
+# constant while it decodes. CHUNK: prompt tokens in the iteration under way. EVENT: explicit blocks,
+# tick of its next block event. ROW: its row of Server.held.
+
+NOT_ARRIVED, WAITING, RUNNING, DONE, LOST = 0, 1, 2, 3, 4
+
+#: The changing part of one request.
+REQUEST_STATE = np.dtype(
+    [
+        ("arrived", "f8"),
+        ("sent", "f8"),  # to the replica it is on now
+        ("scheduled", "f8"),
+        ("first", "f8"),
+        ("done", "f8"),
+        ("prompt", "i4"),  # tokens to prefill; grows when it is preempted
+        ("output", "i4"),  # tokens to decode, shrinks likewise
+        ("processed", "i4"),  # valid outside the decode slots
+        ("blocks", "i4"),  # held, explicit blocks only
+        ("next", "i4"),  # in the waiting queue
+        ("replica", "i4"),
+        ("status", "i4"),
+        ("restarts", "i4"),
+        ("reroutes", "i4"),
+        ("cached", "i4"),  # prompt tokens found cached at first admission; -1: not admitted yet
+        ("believed", "i4"),  # what the router believed to be cached
+        ("context", "i4"),  # tokens the router has seen of it, while it is preempted
+    ]
+)
+
+#: One KV block of a replica with prefix caching.
+BLOCK = np.dtype(
+    [
+        ("key", "u8"),  # content identity; 0: not findable
+        ("refs", "i4"),  # requests that hold it
+        ("prev", "i4"),  # neighbours in the free list
+        ("next", "i4"),
+        ("twin", "i4"),  # next block of the same content, younger; -1: none
+    ]
+)
+
+#: One cluster.
+CLUSTER = np.dtype(
+    [
+        ("now", "f8"),
+        ("table", "i8"),  # which request table it plays
+        ("n_replicas", "i8"),
+        ("n_requests", "i8"),
+        ("next_root", "i8"),  # position in the list of requests without a parent
+        ("heap_size", "i8"),
+        ("next_event", "i8"),  # position in the list of cluster events
+        ("unsettled", "i8"),  # requests not yet done or lost
+        ("request", "i8"),  # being routed; -1: none
+        ("scrape_s", "f8"),  # metrics interval; 0: always fresh; inf: never
+        ("scrape_count", "i8"),  # number of the latest snapshot
+        ("min_think_s", "f8"),  # inf without sessions
+        ("prior_output", "f8"),
+        ("static_prediction", "i8"),  # 1: predicted outputs come from the table
+        ("batch_count", "i8"),  # recorded iterations in Fleet.batches
+        ("news_count", "i8"),  # recorded news in Fleet.news
+    ]
+)
+
+EVENT_SLOW, EVENT_DIE, EVENT_RETURN, EVENT_DRAIN = 0, 1, 2, 3
+EVENT_CODES = {
+    "slow": EVENT_SLOW,
+    "die": EVENT_DIE,
+    "return": EVENT_RETURN,
+    "drain": EVENT_DRAIN,
+}
+EVENT = np.dtype([("at", "f8"), ("replica", "i8"), ("kind", "i8"), ("factor", "f8")])
+
+#: What the engine needs of a request that never changes.
+REQUEST_FACT = np.dtype(
+    [
+        ("arrival", "f8"),
+        ("think", "f8"),
+        ("ttft_slo", "f8"),
+        ("tpot_slo", "f8"),
+        ("predicted", "f8"),  # output tokens, when the predictor is static
+        ("prefix_hash", "u8"),
+        ("run_start", "i8"),
+        ("prompt", "i4"),
+        ("output", "i4"),
+        ("session", "i4"),
+        ("turn", "i4"),
+        ("child", "i4"),  # its follow-up, -1: none
+        ("run_count", "i4"),
+        ("priority", "i4"),
+        ("reserved", "i4"),
+    ]
+)
+
+NEWS_FIRST_TOKEN, NEWS_FINISHED, NEWS_FAILED = 0, 1, 2
+#: Something the router heard, kept for policies written in Python.
+NEWS = np.dtype([("at", "f8"), ("kind", "i8"), ("replica", "i8"), ("request", "i8")])
+
+#: A future arrival that is not in the list of roots.
+HEAP_ENTRY = np.dtype([("time", "f8"), ("request", "i8")])
+
+
+class Tables(NamedTuple):
+    """Request tables shared by the clusters of a fleet; ``G`` tables of up to ``R`` requests."""
+
+    facts: NDArray[np.void]  #: [G, R] REQUEST_FACT
+    roots: NDArray[np.int32]  #: [G, R] requests without a parent, by arrival
+    n_roots: NDArray[np.int64]  #: [G]
+    run_keys: NDArray[np.uint64]  #: [G, U] content path of each run
+    run_tokens: NDArray[np.int32]  #: [G, U]
+    events: NDArray[np.void]  #: [G, E] EVENT, padded with at = inf
+
+
+class Fleet(NamedTuple):
+    """State of ``C`` clusters. ``S`` slots per replica, ``B`` cached blocks, ``H`` hash buckets."""
+
+    clusters: NDArray[np.void]  #: [C] CLUSTER
+    servers: NDArray[np.void]  #: [C, N] SERVER
+    wake: NDArray[np.float64]  #: [C, N] when the replica next wants attention, s; inf: never
+    slots: NDArray[np.int64]  #: [C, N, SLOT_ROWS, S]
+    phase: NDArray[np.int64]  #: [C, N, block size] decodes that need a block at tick = index (mod)
+    notices: NDArray[np.int64]  #: [C, 2, S + 1] news of an iteration end: first tokens, ends; [., 0] = count
+    requests: NDArray[np.void]  #: [C, R] REQUEST_STATE
+    heap: NDArray[np.void]  #: [C, Q] HEAP_ENTRY
+    blocks: NDArray[np.void]  #: [C, N, B] BLOCK
+    buckets: NDArray[np.int32]  #: [C, N, H] block of a content key, -1: empty
+    held: NDArray[np.int32]  #: [C, N, S, L] blocks of a resident request, in order
+    rows_free: NDArray[np.int64]  #: [C, N, S + 1] stack of unused rows of held; last = its size
+    batches: NDArray[np.void]  #: [C, Z] BATCH, recorded iterations; Z = 0: do not record
+    news: NDArray[np.void]  #: [C, Y] NEWS since the last decision; Y = 0: do not record
+    # what the router sees
+    requests_view: NDArray[np.void]  #: [C] REQUEST_VIEW
+    replicas_view: NDArray[np.void]  #: [C, N] REPLICA_VIEW
+    router: NDArray[np.void]  #: [C] ROUTER
+    costs: NDArray[np.void]  #: [C, N] COST
+    last_replica: NDArray[np.int32]  #: [C, sessions]
+    index_entries: NDArray[np.void]  #: [C, N, e + 1] prefix index, see policy/prefix.py
+    index_slots: NDArray[np.int32]  #: [C, N, s]
+    index_totals: NDArray[np.void]  #: [C, N]
+    scores: NDArray[np.float64]  #: [C, N]

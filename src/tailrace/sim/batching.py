@@ -165,11 +165,28 @@ def release_row(server, kv, row, request):
 
 @jit
 def make_findable(server, kv, content, row, r, before, after):
-    """Register the blocks that become full as the processed tokens go from ``before`` to ``after``."""
+    """Register the blocks that become full as the processed tokens go from ``before`` to ``after``.
+
+    Blocks nobody else can ask for are registered only when their request is preempted.
+    """
+    if kvcache.is_private(content, r):
+        return
     size = server["block_size"]
     for index in range(before // size, after // size):
         key = kvcache.block_key(content, r, index, size)
         kvcache.register(kv, kv.held[row, index], key)
+
+
+@jit
+def _keep_for_itself(server, kv, content, row, r, tokens):
+    """Register the full blocks of a private request that is about to be preempted."""
+    if not server["caching"] or not kvcache.is_private(content, r):
+        return
+    size = server["block_size"]
+    for index in range(tokens // size):
+        block = kv.held[row, index]
+        if kv.blocks[block]["key"] == np.uint64(0):
+            kvcache.register(kv, block, kvcache.block_key(content, r, index, size))
 
 
 @jit
@@ -212,6 +229,12 @@ def add_slot(server, slots, kv, requests, r, chunk, now):
 
 
 @jit
+def _is_fresh(server, request):
+    """Whether a new decode needs a block at once because its prompt filled the last one (vllm_v1)."""
+    return server["scheduler"] == VLLM_V1 and request["prompt"] % server["block_size"] == 0
+
+
+@jit
 def become_decode(server, slots, phase, requests, i):
     """Slot ``i``, the first behind the decodes, has its whole prompt processed and a token out."""
     request = requests[slots[SLOT_REQUEST, i]]
@@ -231,9 +254,7 @@ def become_decode(server, slots, phase, requests, i):
         server["next_event"] = min(server["next_event"], event)
     else:
         phase[_phase_index(server, offset)] += 1
-        just_joined = request["processed"] == request["prompt"] + 1
-        whole_blocks = request["prompt"] % server["block_size"] == 0
-        if server["scheduler"] == VLLM_V1 and just_joined and whole_blocks:
+        if request["processed"] == request["prompt"] + 1 and _is_fresh(server, request):
             server["fresh"] += 1
 
 
@@ -252,17 +273,19 @@ def _leave_decodes(server, slots, phase, kv, requests, i):
 
 
 @jit
-def preempt_last(server, slots, phase, kv, requests):
+def preempt_last(server, slots, phase, kv, requests, content):
     """Evict the last resident request: its blocks are freed and it has to be prefilled anew."""
     i = server["n_slots"] - 1
     r = slots[SLOT_REQUEST, i]
     request = requests[r]
     total = request["prompt"] + request["output"]
     if i < server["n_decodes"]:
-        if request["prompt"] % server["block_size"] == 0 and server["scheduler"] == VLLM_V1:
-            just_joined = slots[SLOT_OFFSET, i] + server["tick"] == request["prompt"] + 1
-            if just_joined and not server["explicit"]:
-                server["fresh"] -= 1
+        just_joined = slots[SLOT_OFFSET, i] + server["tick"] == request["prompt"] + 1
+        if server["explicit"]:
+            computed = slots[SLOT_OFFSET, i] + server["tick"] - just_joined
+            _keep_for_itself(server, kv, content, slots[SLOT_ROW, i], r, computed)
+        elif just_joined and _is_fresh(server, request):
+            server["fresh"] -= 1
         processed = _leave_decodes(server, slots, phase, kv, requests, i)
         server["n_decodes"] -= 1
         server["preempted_context"] += processed
@@ -271,6 +294,7 @@ def preempt_last(server, slots, phase, kv, requests):
     else:
         server["partial_preemptions"] += 1
         if server["explicit"]:
+            _keep_for_itself(server, kv, content, slots[SLOT_ROW, i], r, request["processed"])
             release_row(server, kv, slots[SLOT_ROW, i], request)
         else:
             held = _prefill_blocks(server, request["prompt"], request["processed"])

@@ -12,7 +12,7 @@ from tailrace.policy.view import NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER
 from tailrace.sim import server as servers
 from tailrace.sim.cost import cost_rows, prefill_tokens_per_s
 from tailrace.sim.devices import cost_of, num_blocks_of
-from tailrace.sim.engine import cache_of
+from tailrace.sim.kvcache import KvCache
 from tailrace.sim.result import BATCH
 from tailrace.sim.types import (
     BLOCK,
@@ -108,6 +108,7 @@ def build_fleet(
     *,
     record_batches: int = 0,
     record_news: bool = False,
+    lookahead: bool = False,
 ) -> Fleet:
     """Return ``len(seeds)`` equal clusters at time 0; cluster c plays table ``c % len(tables)``."""
     replicas = cluster.expanded()
@@ -138,6 +139,12 @@ def build_fleet(
         rows_free=np.zeros((c, n, slots + 1), np.int64),
         batches=np.zeros((c, record_batches), BATCH),
         news=np.zeros((c, 3 * rows + 1 if record_news else 0), NEWS),
+        run_scratch=np.zeros((c, int(laid_out.facts["run_count"].max())), np.int32),
+        ghost=np.zeros((c, 1), SERVER),
+        ghost_slots=np.zeros((c, SLOT_ROWS, slots), np.int64),
+        ghost_phase=np.zeros((c, max(r.block_size for r in replicas)), np.int64),
+        ghost_requests=np.zeros((c, rows if lookahead else 0), REQUEST_STATE),
+        ghost_numbers=np.zeros((c, rows if lookahead else 0), np.int64),
         requests_view=np.zeros(c, REQUEST_VIEW),
         replicas_view=np.zeros((c, n), REPLICA_VIEW),
         router=np.zeros(c, ROUTER),
@@ -189,6 +196,7 @@ def _start_cluster(
     cluster["n_replicas"] = fleet.servers.shape[1]
     cluster["n_requests"] = cluster["unsettled"] = len(table)
     cluster["request"] = -1
+    cluster["view_context"] = cluster["view_prefix"] = 1
     cluster["scrape_s"] = router.staleness_s
     cluster["scrape_count"] = -1
     thinks = table.rows["think_s"][table.rows["parent"] >= 0]
@@ -222,7 +230,8 @@ def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine
     server["configured_speed"] = server["speed"] = replica.speed
     server["compat"] = engine.vidur_compat
     server["exact"] = engine.exact
-    servers.empty(server, fleet.phase[c, r], cache_of(fleet, c, r))
+    kv = KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
+    servers.empty(server, fleet.phase[c, r], kv)
     view = fleet.replicas_view[c, r]
     view["available"] = 1
     view["speed"] = replica.speed

@@ -7,7 +7,7 @@ influence each other only through routing, so between two decisions each is adva
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inlined, jit
 from tailrace.policy import ledger, prefix
 from tailrace.policy.choose import NO_REPLICA, choose
 from tailrace.policy.prefix import PrefixIndex
@@ -29,19 +29,19 @@ from tailrace.sim.types import (
 NEEDS_DECISION, OVER, LOG_FULL, LIMIT, STUCK = 0, 1, 2, 3, 4
 
 
-@jit
+@inlined
 def content_of(tables, table):
     """What the prompts of one table consist of."""
     return Content(tables.facts[table], tables.run_keys[table], tables.run_tokens[table])
 
 
-@jit
+@inlined
 def cache_of(fleet, c, r):
     """Block book-keeping of one replica."""
     return KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
 
 
-@jit
+@inlined
 def index_of(fleet, c):
     """The prefix index of one cluster's router."""
     return PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])
@@ -50,7 +50,7 @@ def index_of(fleet, c):
 # ---- time ---------------------------------------------------------------------------------------
 
 
-@jit
+@inlined
 def _advance_replica(fleet, tables, c, r, t):
     """Bring one replica to time ``t`` (s). False if the batch log is full before that."""
     cluster = fleet.clusters[c]
@@ -74,10 +74,11 @@ def _advance_replica(fleet, tables, c, r, t):
         if happened == servers.ENDED:
             _hear(fleet, tables, c, r)
     fleet.wake[c, r] = servers.wake_time(server)
+    cluster["stuck"] |= server["stuck"]
     return True
 
 
-@jit
+@inlined
 def _record_batch(batches, cluster, server, r):
     batch = batches[cluster["batch_count"]]
     batch["replica"] = r
@@ -92,7 +93,7 @@ def _record_batch(batches, cluster, server, r):
     cluster["batch_count"] += 1
 
 
-@jit
+@inlined
 def _hear(fleet, tables, c, r):
     """What the router learns from the end of an iteration: first tokens and finished answers."""
     notices = fleet.notices[c]
@@ -116,7 +117,7 @@ def _hear(fleet, tables, c, r):
         _settled(fleet, tables, c, n)
 
 
-@jit
+@inlined
 def _tell(fleet, c, kind, r, n, at):
     """Keep a piece of news for a policy written in Python, if one listens."""
     if fleet.news.shape[1] == 0:
@@ -130,7 +131,7 @@ def _tell(fleet, c, kind, r, n, at):
     cluster["news_count"] += 1
 
 
-@jit
+@inlined
 def _settled(fleet, tables, c, n):
     """A request ended, well or badly: its follow-up arrives after the think time."""
     cluster = fleet.clusters[c]
@@ -142,22 +143,23 @@ def _settled(fleet, tables, c, n):
         pending.push(fleet.heap[c], cluster, arrival, child)
 
 
-@jit
+@inlined
 def _index_content(fleet, tables, c, r, n, output, now):
     """Tell the prefix index that a prompt, continued by ``output`` tokens, is on a replica."""
     table = fleet.clusters[c]["table"]
     fact = tables.facts[table, n]
     start = fact["run_start"]
-    end = start + fact["run_count"]
-    tokens = tables.run_tokens[table, start:end].copy()
-    tokens[tokens.size - 1] += output
+    count = fact["run_count"]
+    tokens = fleet.run_scratch[c, :count]
+    for k in range(count):
+        tokens[k] = tables.run_tokens[table, start + k]
+    tokens[count - 1] += output
+    keys = tables.run_keys[table, start : start + count]
     capacity = fleet.replicas_view[c, r]["capacity_tokens"]
-    prefix.insert(
-        index_of(fleet, c), r, tables.run_keys[table, start:end], tokens, capacity, now
-    )
+    prefix.insert(index_of(fleet, c), r, keys, tokens, capacity, now)
 
 
-@jit
+@inlined
 def _advance_all(fleet, tables, c, t):
     for r in range(fleet.clusters[c]["n_replicas"]):
         if fleet.wake[c, r] <= t and not _advance_replica(fleet, tables, c, r, t):
@@ -165,7 +167,7 @@ def _advance_all(fleet, tables, c, t):
     return True
 
 
-@jit
+@inlined
 def _advance_with_metrics(fleet, tables, c, t):
     """Bring all replicas to ``t`` (s), taking the last metrics snapshot due on the way."""
     cluster = fleet.clusters[c]
@@ -202,7 +204,7 @@ def _scrape(fleet, c, now):
         )
 
 
-@jit
+@inlined
 def _next_time(fleet, tables, c):
     """Time of the next known arrival or cluster event, s; inf: none."""
     cluster = fleet.clusters[c]
@@ -217,7 +219,7 @@ def _next_time(fleet, tables, c):
     return t
 
 
-@jit
+@inlined
 def _safe_horizon(fleet, c):
     """Before this time, s, no session can send a turn that is not known yet."""
     cluster = fleet.clusters[c]
@@ -228,7 +230,7 @@ def _safe_horizon(fleet, c):
     return earliest + cluster["min_think_s"]
 
 
-@jit
+@inlined
 def _form_before(fleet, tables, c, limit):
     """Let idle replicas with work begin, if they are to do so before ``limit`` (s)."""
     for r in range(fleet.clusters[c]["n_replicas"]):
@@ -240,7 +242,7 @@ def _form_before(fleet, tables, c, limit):
     return True
 
 
-@jit
+@inlined
 def _advance_to_next_time(fleet, tables, c):
     """Move to the next arrival or event. Returns its time in s, inf at the end, NaN if the log is full."""
     cluster = fleet.clusters[c]
@@ -329,9 +331,8 @@ def next_decision(fleet, tables, c):
         t = _advance_to_next_time(fleet, tables, c)
         if np.isnan(t):
             return LOG_FULL
-        for r in range(cluster["n_replicas"]):
-            if fleet.servers[c, r]["stuck"]:
-                return STUCK
+        if cluster["stuck"]:
+            return STUCK
         if t == np.inf:
             return OVER
         cluster["now"] = t
@@ -350,7 +351,7 @@ def next_decision(fleet, tables, c):
         return NEEDS_DECISION
 
 
-@jit
+@inlined
 def _take_arrival(fleet, tables, c, t):
     """The request that arrives next; of several at one instant, the one with the lowest number."""
     cluster = fleet.clusters[c]
@@ -372,7 +373,7 @@ def _take_arrival(fleet, tables, c, t):
     return n
 
 
-@jit
+@inlined
 def _any_available(fleet, c):
     for r in range(fleet.clusters[c]["n_replicas"]):
         if fleet.replicas_view[c, r]["available"]:
@@ -392,7 +393,7 @@ def _hold(fleet, tables, c, n):
     fleet.requests[c, n]["replica"] = NO_REPLICA
 
 
-@jit
+@inlined
 def _fill_view(fleet, tables, c, n, now):
     cluster = fleet.clusters[c]
     table = cluster["table"]
@@ -414,24 +415,36 @@ def _fill_view(fleet, tables, c, n, now):
     view["priority"] = fact["priority"]
     view["ttft_slo_s"] = fact["ttft_slo"]
     view["tpot_slo_s"] = fact["tpot_slo"]
+    for r in range(cluster["n_replicas"]):
+        if cluster["view_context"]:
+            context = servers.answering_context(fleet.servers[c, r], fleet.costs[c, r], now)
+            fleet.replicas_view[c, r]["context_tokens"] = context
+        if cluster["view_prefix"]:
+            _look_up_prefix(fleet, tables, c, r, n)
+
+
+@inlined
+def _look_up_prefix(fleet, tables, c, r, n):
+    """What the prefix index believes replica ``r`` has cached of request ``n``."""
+    table = fleet.clusters[c]["table"]
+    fact = tables.facts[table, n]
+    replica = fleet.replicas_view[c, r]
+    replica["cached_tokens"] = 0
+    if fact["run_count"] == 0 or not fleet.servers[c, r]["caching"]:
+        return
     index = index_of(fleet, c)
     start = fact["run_start"]
     keys = tables.run_keys[table, start : start + fact["run_count"]]
     tokens = tables.run_tokens[table, start : start + fact["run_count"]]
-    for r in range(cluster["n_replicas"]):
-        replica = fleet.replicas_view[c, r]
-        server = fleet.servers[c, r]
-        replica["context_tokens"] = servers.answering_context(server, fleet.costs[c, r], now)
-        replica["cached_tokens"] = 0
-        if keys.size > 0 and server["caching"]:
-            size = server["block_size"]
-            matched = prefix.match_tokens(index, r, keys, tokens)
-            computable = (fact["prompt"] - 1) // size * size
-            replica["cached_tokens"] = min(matched // size * size, computable)
-            replica["index_tokens"] = prefix.held_tokens(index, r)
+    size = fleet.servers[c, r]["block_size"]
+    matched = prefix.match_tokens(index, r, keys, tokens)
+    # At least one token has to be computed to get an answer.
+    computable = (fact["prompt"] - 1) // size * size
+    replica["cached_tokens"] = min(matched // size * size, computable)
+    replica["index_tokens"] = prefix.held_tokens(index, r)
 
 
-@jit
+@inlined
 def assign(fleet, tables, c, r):
     """Send the request at hand to replica ``r``."""
     cluster = fleet.clusters[c]
@@ -440,6 +453,8 @@ def assign(fleet, tables, c, r):
     fact = tables.facts[cluster["table"], n]
     request = fleet.requests[c, n]
     view = fleet.replicas_view[c, r]
+    if not cluster["view_prefix"]:
+        _look_up_prefix(fleet, tables, c, r, n)
     request["replica"] = r
     request["believed"] = view["cached_tokens"]
     fleet.router[c]["decisions"] += 1
@@ -453,26 +468,19 @@ def assign(fleet, tables, c, r):
     cluster["request"] = -1
 
 
-@jit
-def view_of(fleet, c):
-    """What the router of cluster ``c`` sees."""
-    n = fleet.clusters[c]["n_replicas"]
-    return View(
-        fleet.requests_view[c], fleet.replicas_view[c, :n], fleet.costs[c, :n], fleet.router[c]
-    )
-
-
-@jit
+@inlined
 def decide(fleet, tables, c, rule, params, lowest_id_wins):
     """Choice of a built-in rule for the request at hand."""
     n = fleet.clusters[c]["n_replicas"]
     scores = fleet.scores[c, :n]
+    replicas = fleet.replicas_view[c, :n]
     if rule >= lookahead.LOOKAHEAD:
         content = content_of(tables, fleet.clusters[c]["table"])
-        lookahead.marginal_costs(fleet, tables, content, cache_of(fleet, c, 0), c, rule, scores)
+        lookahead.marginal_costs(fleet, content, cache_of(fleet, c, 0), c, rule, scores)
     else:
-        score(rule, view_of(fleet, c), params, scores)
-    return choose(scores, fleet.replicas_view[c, :n], fleet.router[c], lowest_id_wins)
+        view = View(fleet.requests_view[c], replicas, fleet.costs[c, :n], fleet.router[c])
+        score(rule, view, params, scores)
+    return choose(scores, replicas, fleet.router[c], lowest_id_wins)
 
 
 @jit

@@ -54,6 +54,12 @@ def block_key(content, request, index, block_size):
 
 
 @jit
+def is_private(content, request):
+    """Whether nobody else can ever look for this request's blocks."""
+    return content.facts[request]["run_count"] == 0
+
+
+@jit
 def clear(server, kv):
     """Forget everything; all blocks are free, in the order of their numbers."""
     count = server["num_blocks"] if server["caching"] else 0

@@ -15,9 +15,6 @@ from tailrace.compiled import jit
 from tailrace.sim import batching
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
-    REQUEST_STATE,
-    SERVER,
-    SLOT_FINISH,
     SLOT_OFFSET,
     SLOT_REQUEST,
     SLOT_ROWS,
@@ -30,33 +27,22 @@ E2E_WEIGHT, TTFT_WEIGHT, LATE_WEIGHT = 0.2, 1.0, 2.0
 
 
 @jit
-def marginal_costs(fleet, tables, content, kv, c, rule, scores):
+def marginal_costs(fleet, content, kv, c, rule, scores):
     """Fill ``scores`` [n] with the increase of total cost, s, if the request at hand went there."""
     oracle = rule == LOOKAHEAD_ORACLE
-    n = fleet.clusters[c]["n_replicas"]
-    most = 1
-    for r in range(n):
-        server = fleet.servers[c, r]
-        most = max(most, server["n_slots"] + server["queue_len"] + 1)
-    ghosts = np.empty(most, REQUEST_STATE)
-    numbers = np.empty(most, np.int64)
-    slots = np.empty((SLOT_ROWS, fleet.slots.shape[3]), np.int64)
-    phase = np.empty(fleet.phase.shape[2], np.int64)
-    notices = np.empty((2, fleet.notices.shape[2]), np.int64)
-    ghost = np.empty(1, SERVER)
-    for r in range(n):
+    for r in range(fleet.clusters[c]["n_replicas"]):
         scores[r] = np.inf
         if fleet.replicas_view[c, r]["available"] == 0:
             continue
         without = 0.0
         if fleet.servers[c, r]["n_slots"] + fleet.servers[c, r]["queue_len"] > 0:
-            count = _copy(fleet, tables, c, r, oracle, ghost, slots, phase, ghosts, numbers)
-            _roll(ghost[0], slots, phase, kv, ghosts, content, fleet.costs[c, r], notices)
-            without = _total_cost(ghosts, numbers, count, content.facts)
-        count = _copy(fleet, tables, c, r, oracle, ghost, slots, phase, ghosts, numbers)
-        count = _add_newcomer(fleet, c, r, oracle, content.facts, ghost, ghosts, numbers, count)
-        _roll(ghost[0], slots, phase, kv, ghosts, content, fleet.costs[c, r], notices)
-        scores[r] = _total_cost(ghosts, numbers, count, content.facts) - without
+            count = _copy(fleet, content.facts, c, r, oracle)
+            _roll(fleet, content, kv, c, r)
+            without = _total_cost(fleet, content.facts, c, count)
+        count = _copy(fleet, content.facts, c, r, oracle)
+        _add_newcomer(fleet, content.facts, c, r, oracle, count)
+        _roll(fleet, content, kv, c, r)
+        scores[r] = _total_cost(fleet, content.facts, c, count + 1) - without
 
 
 @jit
@@ -80,12 +66,15 @@ def _tokens_left(fleet, c, oracle, facts, n, generated):
 
 
 @jit
-def _copy(fleet, tables, c, r, oracle, ghost, slots, phase, ghosts, numbers):
-    """Copy replica ``r`` into the scratch arrays with predicted outputs; returns its requests."""
-    facts = tables.facts[fleet.clusters[c]["table"]]
+def _copy(fleet, facts, c, r, oracle):
+    """Make a ghost of replica ``r``, with predicted outputs; returns how many requests it has."""
     requests = fleet.requests[c]
-    ghost[0] = fleet.servers[c, r]
-    server = ghost[0]
+    slots = fleet.ghost_slots[c]
+    phase = fleet.ghost_phase[c]
+    ghosts = fleet.ghost_requests[c]
+    numbers = fleet.ghost_numbers[c]
+    fleet.ghost[c, 0] = fleet.servers[c, r]
+    server = fleet.ghost[c, 0]
     # Blocks are counted; the router knows the configured speed, not a slow-down.
     server["caching"] = 0
     server["explicit"] = 0
@@ -138,33 +127,44 @@ def _predict(fleet, c, oracle, facts, n, request):
 
 
 @jit
-def _add_newcomer(fleet, c, r, oracle, facts, ghost, ghosts, numbers, count):
+def _add_newcomer(fleet, facts, c, r, oracle, count):
+    """Send the request at hand to the ghost."""
     n = fleet.clusters[c]["request"]
+    ghosts = fleet.ghost_requests[c]
     ghosts[count] = fleet.requests[c, n]
-    numbers[count] = n
-    newcomer = ghosts[count]
-    newcomer["believed"] = fleet.replicas_view[c, r]["cached_tokens"]
-    newcomer["output"] = _predicted(fleet, c, oracle, facts, n)
-    servers.receive(ghost[0], ghosts, fleet.costs[c, r], count, fleet.clusters[c]["now"])
-    return count + 1
+    fleet.ghost_numbers[c, count] = n
+    ghosts[count]["believed"] = fleet.replicas_view[c, r]["cached_tokens"]
+    ghosts[count]["output"] = _predicted(fleet, c, oracle, facts, n)
+    now = fleet.clusters[c]["now"]
+    servers.receive(fleet.ghost[c, 0], ghosts, fleet.costs[c, r], count, now)
 
 
 @jit
-def _roll(server, slots, phase, kv, ghosts, content, cost, notices):
-    while (
-        servers.step(server, slots, phase, kv, ghosts, content, cost, np.inf, notices)
-        != servers.NOTHING
-    ):
-        pass
+def _roll(fleet, content, kv, c, r):
+    """Let the ghost finish all it has."""
+    happened = servers.FORMED
+    while happened != servers.NOTHING:
+        happened = servers.step(
+            fleet.ghost[c, 0],
+            fleet.ghost_slots[c],
+            fleet.ghost_phase[c],
+            kv,
+            fleet.ghost_requests[c],
+            content,
+            fleet.costs[c, r],
+            np.inf,
+            fleet.notices[c],
+        )
 
 
 @jit
-def _total_cost(ghosts, numbers, count, facts):
+def _total_cost(fleet, facts, c, count):
+    """Cost in s of all requests on the ghost; see LATE_WEIGHT for its terms."""
     total = 0.0
     for k in range(count):
-        request = ghosts[k]
+        request = fleet.ghost_requests[c, k]
         ttft = request["first"] - request["arrived"]
-        late = max(ttft - facts[numbers[k]]["ttft_slo"], 0.0)
+        late = max(ttft - facts[fleet.ghost_numbers[c, k]]["ttft_slo"], 0.0)
         e2e = request["done"] - request["arrived"]
         total += E2E_WEIGHT * e2e + TTFT_WEIGHT * ttft + LATE_WEIGHT * late
     return total

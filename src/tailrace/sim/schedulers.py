@@ -51,9 +51,9 @@ def _form_batch(server, slots, phase, kv, requests, content, now):
     server["decoding"] = 0
     scheduler = server["scheduler"]
     if scheduler == SARATHI:
-        _form_sarathi(server, slots, phase, kv, requests, now)
+        _form_sarathi(server, slots, phase, kv, requests, content, now)
     elif scheduler == VLLM:
-        _form_vllm(server, slots, phase, kv, requests, now)
+        _form_vllm(server, slots, phase, kv, requests, content, now)
     else:
         _form_vllm_v1(server, slots, phase, kv, requests, content, now)
     return server["tokens"] > 0
@@ -129,9 +129,9 @@ def _add_chunk(server, processed, chunk):
 
 
 @jit
-def _form_sarathi(server, slots, phase, kv, requests, now):
+def _form_sarathi(server, slots, phase, kv, requests, content, now):
     """Decodes first, the rest of the token budget to prompts in order; whole prompts are reserved."""
-    _book_decode_blocks(server, slots, phase, kv, requests)
+    _book_decode_blocks(server, slots, phase, kv, requests, content)
     _decodes_take_part(server)
     budget = server["chunk_size"] - server["tokens"]
     if server["n_slots"] > server["n_decodes"]:
@@ -156,7 +156,7 @@ def _form_sarathi(server, slots, phase, kv, requests, now):
 
 
 @jit
-def _book_decode_blocks(server, slots, phase, kv, requests):
+def _book_decode_blocks(server, slots, phase, kv, requests, content):
     """sarathi and vllm: each decode wants a free block before it runs, even if it takes none."""
     if server["n_decodes"] == 0:
         return
@@ -169,7 +169,7 @@ def _book_decode_blocks(server, slots, phase, kv, requests):
     i = 0
     while i < server["n_decodes"]:
         while server["free_blocks"] < 1 and i < server["n_slots"]:
-            batching.preempt_last(server, slots, phase, kv, requests)
+            batching.preempt_last(server, slots, phase, kv, requests, content)
         if i >= server["n_slots"]:
             break  # it had to evict itself
         request = requests[slots[SLOT_REQUEST, i]]
@@ -200,7 +200,7 @@ def _sort_by_sent(server, slots, requests):
 
 
 @jit
-def _form_vllm(server, slots, phase, kv, requests, now):
+def _form_vllm(server, slots, phase, kv, requests, content, now):
     """Whole prompts alone, if any can be admitted; otherwise the decodes."""
     longest = 0
     admitted = 0
@@ -219,7 +219,7 @@ def _form_vllm(server, slots, phase, kv, requests, now):
         _add_chunk(server, 0, prompt)
         admitted += 1
     if admitted == 0:
-        _book_decode_blocks(server, slots, phase, kv, requests)
+        _book_decode_blocks(server, slots, phase, kv, requests, content)
         _decodes_take_part(server)
 
 
@@ -238,7 +238,7 @@ def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
         if due <= server["free_blocks"]:
             server["free_blocks"] -= due
         else:
-            _squeeze_decodes(server, slots, phase, kv, requests)
+            _squeeze_decodes(server, slots, phase, kv, requests, content)
         server["fresh"] = 0
     _decodes_take_part(server)
     budget = server["chunk_size"] - server["tokens"]
@@ -251,13 +251,13 @@ def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
             _add_chunk(server, request["processed"], chunk)
             budget -= chunk
         else:
-            batching.preempt_last(server, slots, phase, kv, requests)
+            batching.preempt_last(server, slots, phase, kv, requests, content)
     if server["preemptions"] == preemptions:
         _admit_vllm_v1(server, slots, kv, requests, content, budget, now)
 
 
 @jit
-def _squeeze_decodes(server, slots, phase, kv, requests):
+def _squeeze_decodes(server, slots, phase, kv, requests, content):
     """Counted blocks are short: decode by decode, evicting the last resident request as needed."""
     i = 0
     while i < server["n_decodes"]:
@@ -266,7 +266,7 @@ def _squeeze_decodes(server, slots, phase, kv, requests):
         held = batching.decode_blocks(server, request["prompt"], processed)
         need = ceil_div(processed + 1, server["block_size"]) - held
         while need > server["free_blocks"] and i < server["n_slots"]:
-            batching.preempt_last(server, slots, phase, kv, requests)
+            batching.preempt_last(server, slots, phase, kv, requests, content)
         if i >= server["n_slots"]:
             break
         server["free_blocks"] -= need
@@ -290,7 +290,7 @@ def _grow_decodes(server, slots, phase, kv, requests, content):
         after = slots[SLOT_OFFSET, i] + tick + 1
         need = ceil_div(after, size) - request["blocks"]
         while need > server["free_blocks"] and i < server["n_slots"]:
-            batching.preempt_last(server, slots, phase, kv, requests)
+            batching.preempt_last(server, slots, phase, kv, requests, content)
         if i >= server["n_slots"]:
             break
         row = slots[SLOT_ROW, i]
@@ -365,7 +365,9 @@ def _reuse_prefix(server, kv, request, content, r, budget):
         idle = 0
         # add_slot takes the same row: the top of the stack.
         row = kv.rows_free[kv.rows_free[kv.rows_free.size - 1] - 1]
-        hits = kvcache.longest_prefix(kv, content, r, request["prompt"], size, row)
+        hits = 0
+        if request["restarts"] > 0 or not kvcache.is_private(content, r):
+            hits = kvcache.longest_prefix(kv, content, r, request["prompt"], size, row)
         if hits * size == request["prompt"]:
             hits -= 1  # at least one token has to be computed to get an answer
         for k in range(hits):

@@ -52,6 +52,7 @@ def simulate(
             cluster, table, router=router, engine=engine, events=events, seed=seed
         )
         return reference.run(chosen, record_batches=record_batches)
+    rule = chosen.rule if isinstance(chosen, BuiltinPolicy) else None
     simulation = Simulation(
         cluster,
         table,
@@ -60,8 +61,9 @@ def simulate(
         events=events,
         seed=seed,
         record_batches=record_batches,
-        listen=not isinstance(chosen, BuiltinPolicy),
-        metrics=not isinstance(chosen, BuiltinPolicy) or chosen.rule.uses_metrics,
+        listen=rule is None,
+        metrics=rule is None or rule.uses_metrics,
+        lookahead=rule is not None and rule.in_engine,
     )
     chosen.reset(cluster.size, seed)
     simulation.run(chosen, progress)
@@ -95,6 +97,7 @@ class Simulation:
         record_batches: bool = False,
         listen: bool = False,
         metrics: bool = True,
+        lookahead: bool = False,
     ) -> None:
         """Lay the cluster out at time 0; ``listen`` keeps news for policies with hooks."""
         reason = why_not_compiled(cluster)
@@ -115,6 +118,7 @@ class Simulation:
             [seed],
             record_batches=BATCH_LOG if record_batches else 0,
             record_news=listen,
+            lookahead=lookahead,
         )
         if not metrics:
             self._fleet.clusters["scrape_s"] = np.inf

@@ -132,6 +132,9 @@ CLUSTER = np.dtype(
         ("static_prediction", "i8"),  # 1: predicted outputs come from the table
         ("batch_count", "i8"),  # recorded iterations in Fleet.batches
         ("news_count", "i8"),  # recorded news in Fleet.news
+        ("view_context", "i8"),  # 1: the view's context_tokens are wanted
+        ("view_prefix", "i8"),  # 1: the view's cached_tokens are wanted for all replicas
+        ("stuck", "i8"),  # 1: some replica has work but can form no batch
     ]
 )
 
@@ -201,6 +204,13 @@ class Fleet(NamedTuple):
     rows_free: NDArray[np.int64]  #: [C, N, S + 1] stack of unused rows of held; last = its size
     batches: NDArray[np.void]  #: [C, Z] BATCH, recorded iterations; Z = 0: do not record
     news: NDArray[np.void]  #: [C, Y] NEWS since the last decision; Y = 0: do not record
+    run_scratch: NDArray[np.int32]  #: [C, most runs of a request] working memory
+    # working memory of the look-ahead: a copy of one server
+    ghost: NDArray[np.void]  #: [C, 1] SERVER
+    ghost_slots: NDArray[np.int64]  #: [C, SLOT_ROWS, S]
+    ghost_phase: NDArray[np.int64]  #: [C, block size]
+    ghost_requests: NDArray[np.void]  #: [C, R or 0] REQUEST_STATE
+    ghost_numbers: NDArray[np.int64]  #: [C, R or 0] which requests they stand for
     # what the router sees
     requests_view: NDArray[np.void]  #: [C] REQUEST_VIEW
     replicas_view: NDArray[np.void]  #: [C, N] REPLICA_VIEW

@@ -1,0 +1,132 @@
+"""KV memory of one server: plain counting, or block by block with a prefix cache."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from tailrace.sim.reference.content import BlockId
+
+
+class BlockCounter:
+    """How many blocks each request holds; which ones does not matter."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self.used = 0
+        self.held: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks nobody holds."""
+        return self.total - self.used
+
+    def take(self, request_id: int, count: int) -> None:
+        """Give blocks to a request."""
+        if count > self.free:
+            raise RuntimeError(f"{count} blocks wanted, {self.free} free: scheduler defect")
+        self.used += count
+        self.held[request_id] = self.held.get(request_id, 0) + count
+
+    def release(self, request_id: int) -> None:
+        """Take all blocks of a request back."""
+        self.used -= self.held.pop(request_id)
+
+
+class BlockPool:
+    """Blocks of a vllm_v1 server, each with its content and the number of requests that use it.
+
+    A block nobody uses keeps its content until it is taken again, least recently freed first.
+    """
+
+    def __init__(self, total: int, block_size: int, extra_blocks: int, caching: bool) -> None:
+        self.total = total
+        self.block_size = block_size
+        self.extra_blocks = extra_blocks
+        """Blocks taken beyond the need whenever a new one is needed, as far as there are any."""
+        self.caching = caching
+        self.held: dict[int, list[int]] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self._users = [0] * total
+        self._name: list[BlockId | None] = [None] * total
+        # Several blocks may hold the same content; the one that was named first is used.
+        self._known: dict[BlockId, dict[int, None]] = {}
+        self._named_count: dict[int, int] = {}
+
+    @property
+    def free(self) -> int:
+        """Blocks no request uses, with or without content."""
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Blocks some request uses; one that several share counts once."""
+        return self.total - len(self._free)
+
+    def cached_chain(self, names: Sequence[BlockId], limit: int) -> list[int]:
+        """Blocks that hold the longest known run of leading names, at most ``limit``."""
+        chain: list[int] = []
+        if not self.caching:
+            return chain
+        for name in names[:limit]:
+            blocks = self._known.get(name)
+            if not blocks:
+                break
+            chain.append(next(iter(blocks)))
+        return chain
+
+    def grow(
+        self,
+        request_id: int,
+        names: Sequence[BlockId],
+        processed: int,
+        tokens: int,
+        hits: Sequence[int] = (),
+    ) -> bool:
+        """Make a request hold blocks for ``processed + tokens`` tokens; False: not enough are free.
+
+        ``hits`` are blocks found in the cache at admission; their tokens count as processed. What
+        this iteration will have filled is findable at once.
+        """
+        held = self.held.get(request_id, [])
+        new_blocks = -(-(processed + tokens) // self.block_size) - len(held) - len(hits)
+        # A hit that nobody uses sits in the free list, but cannot serve as a free block as well.
+        idle_hits = sum(1 for block in hits if self._users[block] == 0)
+        if new_blocks > len(self._free) - idle_hits:
+            return False
+        for block in hits:
+            self._free.pop(block, None)
+            self._users[block] += 1
+        held = [*held, *hits]
+        if new_blocks > 0:
+            count = min(new_blocks + self.extra_blocks, len(self._free))
+            held.extend(self._take_oldest() for _ in range(count))
+        self.held[request_id] = held
+        if self.caching:
+            full = (processed + tokens) // self.block_size
+            for position in range(self._named_count.get(request_id, len(hits)), full):
+                self._set_name(held[position], names[position])
+            self._named_count[request_id] = full
+        return True
+
+    def release(self, request_id: int) -> None:
+        """Take all blocks of a request back; with caching its tail is reused first."""
+        blocks = self.held.pop(request_id)
+        self._named_count.pop(request_id, None)
+        for block in reversed(blocks) if self.caching else blocks:
+            self._users[block] -= 1
+            if self._users[block] == 0:
+                self._free[block] = None
+
+    def _take_oldest(self) -> int:
+        block, _ = self._free.popitem(last=False)
+        name = self._name[block]
+        if name is not None:
+            del self._known[name][block]
+            if not self._known[name]:
+                del self._known[name]
+            self._name[block] = None
+        self._users[block] = 1
+        return block
+
+    def _set_name(self, block: int, name: BlockId) -> None:
+        self._name[block] = name
+        self._known.setdefault(name, {})[block] = None

@@ -253,7 +253,7 @@ def _advance_to_next_time(fleet, tables, c):
         horizon = _safe_horizon(fleet, c)
         if t <= horizon:
             break
-        if not _advance_all(fleet, tables, c, horizon):
+        if not _advance_with_metrics(fleet, tables, c, horizon):
             return np.nan
     t = _next_time(fleet, tables, c)
     if not _advance_with_metrics(fleet, tables, c, t):

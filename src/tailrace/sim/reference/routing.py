@@ -41,7 +41,7 @@ class PolicyDispatcher(Dispatcher):
         self.views = replica_views(replicas)
         self.request_view: Any = np.zeros(1, REQUEST_VIEW)[0]
         self.router: Any = np.zeros(1, ROUTER)[0]
-        with np.errstate(over="ignore"):  # the hash is meant to wrap around
+        with np.errstate(over="ignore"):
             self.router["rng"] = mix(np.uint64(seed))
         self.view = View(
             self.request_view,
@@ -83,7 +83,8 @@ class PolicyDispatcher(Dispatcher):
         self._show_replicas(request)
         scores = checked_scores(self.policy, self.view)
         lowest_id_wins = bool(getattr(self.policy, "lowest_id_wins", False))
-        replica = int(choose(scores, self.views, self.router, lowest_id_wins))
+        with np.errstate(over="ignore"):  # random numbers wrap around
+            replica = int(choose(scores, self.views, self.router, lowest_id_wins))
         if replica == NO_REPLICA:
             raise RuntimeError("asked to route while no replica is available")
         cached = int(self.views["cached_tokens"][replica])

@@ -1,7 +1,8 @@
 """The one decorator of compiled code, and a compile cache that cannot go stale.
 
 Numba's own cache looks only at the file a function stands in, not at the helpers it calls, so the
-cache folder is named by a hash of all of the package's sources. Import ``jit`` from here.
+cache folder is named by a hash of the sources of all packages with compiled code. Import ``jit``
+from here.
 """
 
 import hashlib
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 
 _PACKAGE = Path(__file__).parent
+#: Where compiled functions, and the types and constants they use, may stand.
+_KERNEL_SOURCES = ("compiled.py", "policy/*.py", "policy/rules/*.py", "sim/*.py")
 
 
 def _cache_folder() -> Path:
     digest = hashlib.sha256()
-    for source in sorted(_PACKAGE.rglob("*.py")):
+    for source in sorted(path for pattern in _KERNEL_SOURCES for path in _PACKAGE.glob(pattern)):
         digest.update(source.relative_to(_PACKAGE).as_posix().encode())
         digest.update(source.read_bytes())
     # Code compiled with bounds checks must not be mixed with code compiled without.
@@ -26,14 +30,21 @@ def _cache_folder() -> Path:
     return root / "tailrace" / f"kernels-{digest.hexdigest()[:16]}"
 
 
+_numba: Any = numba  # its options below are not in its type hints
+
+if _numba.config.DISABLE_JIT:
+    # Interpreted, hashes wrap around with a warning that compiled code does not give.
+    np.seterr(over="ignore")
+
 if "NUMBA_CACHE_DIR" not in os.environ:
-    numba.config.CACHE_DIR = str(_cache_folder())
+    _numba.config.CACHE_DIR = str(_cache_folder())
 
 #: Compile to machine code on first use and keep it on disk. No fastmath: inf marks "no event".
-#: Without Numba's reference counting (_nrt): compiled code works on arrays that Python owns and never
-#: allocates, and counting references to them at every slice made the engine ten times slower.
-jit: Any = numba.njit(cache=True, error_model="numpy", _nrt=False)
+#: Without Numba's reference counting (_nrt): compiled code works on arrays that Python owns and
+#: never allocates, and counting references to them at every slice made the engine ten times
+#: slower.
+jit: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False)
 
-#: The same, pasted into its callers: for functions that take the many arrays of a fleet, since handing
-#: those over costs more than the function's own work.
-inlined: Any = numba.njit(cache=True, error_model="numpy", _nrt=False, inline="always")
+#: The same, pasted into its callers: for functions that take the many arrays of a fleet, since
+#: handing those over costs more than the function's own work.
+inlined: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, inline="always")

@@ -29,7 +29,7 @@ class Settings(BaseModel):
 
 
 class CostModel(Settings):
-    """Time of one iteration: base + per_token*T + sum slope*max(T-knot, 0) + per_context*K + per_prefill*W."""
+    """Time of one iteration as a sum of non-negative terms; see docs/cost-model.md."""
 
     base_ms: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     """Time of an iteration that does nothing, in ms."""
@@ -43,9 +43,7 @@ class CostModel(Settings):
     """Time per unit of chunk*(context + chunk/2) of the prefilling requests, in ms."""
 
 
-SchedulerName = Literal[
-    "sarathi", "vllm", "vllm_v1", "orca", "faster_transformer", "lightllm"
-]
+SchedulerName = Literal["sarathi", "vllm", "vllm_v1", "orca", "faster_transformer", "lightllm"]
 
 
 class Replica(Settings):
@@ -93,8 +91,8 @@ class Event(Settings):
     replica: int = Field(ge=0, lt=MAX_REPLICAS)
     """Which replica, counted from 0."""
     kind: Literal["slow", "die", "return", "drain"]
-    """slow: its speed is multiplied by `factor` from its next iteration on; die: all it holds is lost;
-    return: it is back, empty after a death; drain: it gets no new requests."""
+    """slow: its speed is multiplied by `factor` from its next iteration on; die: all it holds is
+    lost; return: it is back, empty after a death; drain: it gets no new requests."""
     factor: float = Field(default=1.0, gt=0, le=1000)
     """Multiple of the configured speed (slow)."""
 
@@ -132,8 +130,8 @@ class Router(Settings):
     staleness_s: Seconds = 0.5
     """Seconds between two metrics snapshots of a replica; 0: always fresh."""
     predictor: PredictorName = "mean"
-    """Predicted output length: mean of finished outputs, exact, bucket (upper power of two), or noisy
-    (exact times lognormal noise)."""
+    """Predicted output length: mean of finished outputs, exact, bucket (upper power of two), or
+    noisy (exact times lognormal noise)."""
     predictor_sigma: float = Field(default=0.5, ge=0, le=5)
     """Sigma of the noisy predictor."""
     prior_output_tokens: Positive = 256.0
@@ -176,7 +174,6 @@ class Engine(Settings):
     """Reproduce Vidur's known defects instead of the right behaviour."""
 
 
-
 class Scenario(Settings):
     """A named experiment: cluster, traffic, router and events."""
 
@@ -205,7 +202,7 @@ class Scenario(Settings):
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> TailraceError:
-    """Turn a validation error into one sentence that names the setting and the nearest known key."""
+    """Turn a validation error into one sentence that names the setting and what to do."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"]) or model.__name__.lower()
     if first["type"] == "extra_forbidden":

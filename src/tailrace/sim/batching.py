@@ -1,17 +1,17 @@
 """Resident requests of a server: slots, blocks they hold, preemption, and the waiting queue.
 
-The decodes of a server advance together, one token each per decode iteration ("tick"), so nothing is
-stored per token: a slot keeps ``tokens processed - tick``, which stays constant, and the tick at which
-it is done. Blocks are booked in one of two ways:
+The decodes of a server advance together, one token each per decode iteration ("tick"), so nothing
+is stored per token: a slot keeps ``tokens processed - tick``, which stays constant, and the tick
+at which it is done. Blocks are booked in one of two ways:
 
 * counted (sarathi, vllm, and vllm_v1 without caching): every decode takes one block each
-  ``block_size`` ticks, so ``phase[k]`` counts the decodes that take one at ticks = k (mod block_size)
-  and an iteration costs O(1), a whole stretch of them O(block_size);
-* explicit (vllm_v1 with prefix caching or preallocation): each request has a list of real blocks, and
-  a slot knows the tick of its next block event (needs one, or fills one).
+  ``block_size`` ticks, so ``phase[k]`` counts the decodes that take one at ticks = k (mod
+  block_size) and an iteration costs O(1), a whole stretch of them O(block_size);
+* explicit (vllm_v1 with prefix caching or preallocation): each request has a list of real blocks,
+  and a slot knows the tick of its next block event (needs one, or fills one).
 
-At most one resident request is partly prefilled, and it is the last slot: a new request is admitted
-only after everyone before it got all it wanted of the token budget.
+At most one resident request is partly prefilled, and it is the last slot: a new request is
+admitted only after everyone before it got all it wanted of the token budget.
 """
 
 import numpy as np
@@ -71,9 +71,7 @@ def _enqueue_sorted(server, requests, r):
     sent = requests[r]["sent"]
     before = -1
     at = server["queue_head"] if server["queue_len"] > 0 else -1
-    while at >= 0 and (
-        requests[at]["sent"] < sent or (requests[at]["sent"] == sent and at < r)
-    ):
+    while at >= 0 and (requests[at]["sent"] < sent or (requests[at]["sent"] == sent and at < r)):
         before = at
         at = requests[at]["next"]
     if before < 0:
@@ -103,7 +101,7 @@ def dequeue(server, requests):
 def _phase_index(server, offset):
     """Ticks (mod block size) at which a decode takes a block, in counted mode.
 
-    sarathi and vllm take it once the processed tokens exceed what is held; vllm_v1 one token earlier.
+    sarathi and vllm take it once the processed tokens exceed what is held, vllm_v1 a token earlier.
     """
     lead = 0 if server["scheduler"] == VLLM_V1 else 1
     return (lead - offset) % server["block_size"]
@@ -111,7 +109,7 @@ def _phase_index(server, offset):
 
 @jit
 def blocks_due(server, phase, first_tick, ticks):
-    """Blocks that the decodes take in ``ticks`` iterations from ``first_tick`` on, in counted mode."""
+    """Blocks the decodes take in ``ticks`` iterations from ``first_tick`` on, in counted mode."""
     size = server["block_size"]
     due = (ticks // size) * server["n_decodes"]
     at = first_tick % size
@@ -191,7 +189,7 @@ def _keep_for_itself(server, kv, content, row, r, tokens):
 
 @jit
 def next_block_event(server, request, offset, tick):
-    """Tick, not before ``tick``, at which a decode next needs a block or fills one, in explicit mode."""
+    """Next tick, from ``tick`` on, at which a decode needs or fills a block, in explicit mode."""
     size = server["block_size"]
     due = request["blocks"] * size - offset
     if server["caching"]:
@@ -230,7 +228,7 @@ def add_slot(server, slots, kv, requests, r, chunk, now):
 
 @jit
 def _is_fresh(server, request):
-    """Whether a new decode needs a block at once because its prompt filled the last one (vllm_v1)."""
+    """Whether a new decode needs a block at once: its prompt filled the last one (vllm_v1)."""
     return server["scheduler"] == VLLM_V1 and request["prompt"] % server["block_size"] == 0
 
 
@@ -315,7 +313,7 @@ def preempt_last(server, slots, phase, kv, requests, content):
 
 
 @jit
-def _settle(server, requests, r, end, notices):
+def _settle(requests, r, end, notices):
     request = requests[r]
     request["done"] = end
     request["status"] = DONE
@@ -335,7 +333,7 @@ def retire_decodes(server, slots, phase, kv, requests, end, notices):
         if finish <= tick:
             r = slots[SLOT_REQUEST, i]
             requests[r]["processed"] = _leave_decodes(server, slots, phase, kv, requests, i)
-            _settle(server, requests, r, end, notices)
+            _settle(requests, r, end, notices)
         else:
             next_finish = min(next_finish, finish)
             _move_slot(slots, i, kept)
@@ -373,7 +371,7 @@ def advance_prefills(server, slots, phase, kv, requests, end, notices):
             else:
                 held = _prefill_blocks(server, request["prompt"], request["prompt"])
                 server["free_blocks"] += held
-            _settle(server, requests, r, end, notices)
+            _settle(requests, r, end, notices)
             continue
         _move_slot(slots, i, kept)
         become_decode(server, slots, phase, requests, kept)

@@ -71,9 +71,7 @@ def build_tables(
     return Tables(facts, roots, n_roots, run_keys, run_tokens, timeline)
 
 
-def _fill_facts(
-    facts: NDArray[np.void], table: RequestTable, router: Router, seed: int
-) -> None:
+def _fill_facts(facts: NDArray[np.void], table: RequestTable, router: Router, seed: int) -> None:
     rows = table.rows
     for target, source in (
         ("arrival", "arrival_s"),
@@ -177,8 +175,7 @@ def _longest_row(replicas: Sequence[Replica], table: RequestTable) -> int:
     rows = table.rows
     tokens = int((rows["prompt_tokens"].astype(np.int64) + rows["output_tokens"]).max())
     return max(
-        -(-tokens // r.block_size) + -(-r.preallocate_tokens // r.block_size) + 1
-        for r in replicas
+        -(-tokens // r.block_size) + -(-r.preallocate_tokens // r.block_size) + 1 for r in replicas
     )
 
 

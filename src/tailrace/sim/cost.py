@@ -1,8 +1,8 @@
 """Time of one iteration: the calibrated cost model, as arrays and as compiled functions.
 
-``T`` = tokens in the batch, ``K`` = context tokens of its decodes, ``W`` = sum over prefill chunks of
-chunk*(context + chunk/2). The order of operations is Vidur's reference order; do not rearrange it,
-equal arrival and iteration-end instants depend on the last bit.
+``T`` = tokens in the batch, ``K`` = context tokens of its decodes, ``W`` = sum over prefill
+chunks of chunk*(context + chunk/2). The order of operations is Vidur's reference order; do not
+rearrange it, equal arrival and iteration-end instants depend on the last bit.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,7 @@
-"""A cluster through time: arrivals, events, metrics snapshots, decisions.
+"""A cluster from decision to decision: events, arrivals, what the router sees, and its choice.
 
 :func:`next_decision` moves a cluster to its next routing decision and fills what the router sees;
-:func:`assign` carries a choice out; :func:`run` does both in a loop with a built-in rule. Replicas
-influence each other only through routing, so between two decisions each is advanced on its own.
+:func:`assign` carries a choice out; :func:`run` does both in a loop with a built-in rule.
 """
 
 import numpy as np
@@ -10,255 +9,19 @@ import numpy as np
 from tailrace.compiled import inlined, jit
 from tailrace.policy import ledger, prefix
 from tailrace.policy.choose import NO_REPLICA, choose
-from tailrace.policy.prefix import PrefixIndex
 from tailrace.policy.rules import score
 from tailrace.policy.view import View
-from tailrace.sim import lookahead, pending
+from tailrace.sim import clock, lookahead, pending
 from tailrace.sim import server as servers
-from tailrace.sim.kvcache import Content, KvCache
 from tailrace.sim.types import (
     EVENT_DIE,
     EVENT_DRAIN,
     EVENT_RETURN,
     EVENT_SLOW,
     NEWS_FAILED,
-    NEWS_FINISHED,
-    NEWS_FIRST_TOKEN,
 )
 
 NEEDS_DECISION, OVER, LOG_FULL, LIMIT, STUCK = 0, 1, 2, 3, 4
-
-
-@inlined
-def content_of(tables, table):
-    """What the prompts of one table consist of."""
-    return Content(tables.facts[table], tables.run_keys[table], tables.run_tokens[table])
-
-
-@inlined
-def cache_of(fleet, c, r):
-    """Block book-keeping of one replica."""
-    return KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
-
-
-@inlined
-def index_of(fleet, c):
-    """The prefix index of one cluster's router."""
-    return PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])
-
-
-# ---- time ---------------------------------------------------------------------------------------
-
-
-@inlined
-def _advance_replica(fleet, tables, c, r, t):
-    """Bring one replica to time ``t`` (s). False if the batch log is full before that."""
-    cluster = fleet.clusters[c]
-    content = content_of(tables, cluster["table"])
-    server = fleet.servers[c, r]
-    slots = fleet.slots[c, r]
-    phase = fleet.phase[c, r]
-    kv = cache_of(fleet, c, r)
-    requests = fleet.requests[c]
-    cost = fleet.costs[c, r]
-    notices = fleet.notices[c]
-    recording = fleet.batches.shape[1] > 0
-    while True:
-        if recording and cluster["batch_count"] == fleet.batches.shape[1]:
-            return False
-        if recording and server["busy"] and server["until"] <= t:
-            _record_batch(fleet.batches[c], cluster, server, r)
-        happened = servers.step(server, slots, phase, kv, requests, content, cost, t, notices)
-        if happened == servers.NOTHING:
-            break
-        if happened == servers.ENDED:
-            _hear(fleet, tables, c, r)
-    fleet.wake[c, r] = servers.wake_time(server)
-    cluster["stuck"] |= server["stuck"]
-    return True
-
-
-@inlined
-def _record_batch(batches, cluster, server, r):
-    batch = batches[cluster["batch_count"]]
-    batch["replica"] = r
-    batch["start_s"] = server["start"]
-    batch["end_s"] = server["until"]
-    batch["iterations"] = server["steps"]
-    batch["decodes"] = server["n_decodes"] * server["decoding"]
-    batch["prefills"] = server["batched"] - batch["decodes"]
-    batch["tokens"] = server["tokens"]
-    batch["context"] = server["context"] * server["decoding"]
-    batch["prefill_work"] = server["work"]
-    cluster["batch_count"] += 1
-
-
-@inlined
-def _hear(fleet, tables, c, r):
-    """What the router learns from the end of an iteration: first tokens and finished answers."""
-    notices = fleet.notices[c]
-    if notices[0, 0] == 0 and notices[1, 0] == 0:
-        return
-    cluster = fleet.clusters[c]
-    requests = fleet.requests[c]
-    facts = tables.facts[cluster["table"]]
-    view = fleet.replicas_view[c, r]
-    for k in range(1, notices[0, 0] + 1):
-        n = notices[0, k]
-        request = requests[n]
-        ledger.answering(view, facts[n]["prompt"], request["believed"], request["sent"])
-        _tell(fleet, c, NEWS_FIRST_TOKEN, r, n, request["first"])
-    for k in range(1, notices[1, 0] + 1):
-        n = notices[1, k]
-        ledger.finished(view, fleet.router[c], facts[n]["output"])
-        _tell(fleet, c, NEWS_FINISHED, r, n, requests[n]["done"])
-        if facts[n]["run_count"] > 0 and fleet.servers[c, r]["caching"]:
-            _index_content(fleet, tables, c, r, n, facts[n]["output"], requests[n]["done"])
-        _settled(fleet, tables, c, n)
-
-
-@inlined
-def _tell(fleet, c, kind, r, n, at):
-    """Keep a piece of news for a policy written in Python, if one listens."""
-    if fleet.news.shape[1] == 0:
-        return
-    cluster = fleet.clusters[c]
-    news = fleet.news[c, cluster["news_count"]]
-    news["at"] = at
-    news["kind"] = kind
-    news["replica"] = r
-    news["request"] = n
-    cluster["news_count"] += 1
-
-
-@inlined
-def _settled(fleet, tables, c, n):
-    """A request ended, well or badly: its follow-up arrives after the think time."""
-    cluster = fleet.clusters[c]
-    cluster["unsettled"] -= 1
-    facts = tables.facts[cluster["table"]]
-    child = facts[n]["child"]
-    if child >= 0:
-        arrival = fleet.requests[c, n]["done"] + facts[child]["think"]
-        pending.push(fleet.heap[c], cluster, arrival, child)
-
-
-@inlined
-def _index_content(fleet, tables, c, r, n, output, now):
-    """Tell the prefix index that a prompt, continued by ``output`` tokens, is on a replica."""
-    table = fleet.clusters[c]["table"]
-    fact = tables.facts[table, n]
-    start = fact["run_start"]
-    count = fact["run_count"]
-    tokens = fleet.run_scratch[c, :count]
-    for k in range(count):
-        tokens[k] = tables.run_tokens[table, start + k]
-    tokens[count - 1] += output
-    keys = tables.run_keys[table, start : start + count]
-    capacity = fleet.replicas_view[c, r]["capacity_tokens"]
-    prefix.insert(index_of(fleet, c), r, keys, tokens, capacity, now)
-
-
-@inlined
-def _advance_all(fleet, tables, c, t):
-    for r in range(fleet.clusters[c]["n_replicas"]):
-        if fleet.wake[c, r] <= t and not _advance_replica(fleet, tables, c, r, t):
-            return False
-    return True
-
-
-@inlined
-def _advance_with_metrics(fleet, tables, c, t):
-    """Bring all replicas to ``t`` (s), taking the last metrics snapshot due on the way."""
-    cluster = fleet.clusters[c]
-    interval = cluster["scrape_s"]
-    if interval == np.inf:
-        return _advance_all(fleet, tables, c, t)
-    if interval > 0.0 and t < np.inf:
-        count = np.int64(np.floor(t / interval))
-        if count * interval > t:
-            count -= 1
-        if count > cluster["scrape_count"]:
-            if not _advance_all(fleet, tables, c, count * interval):
-                return False
-            cluster["scrape_count"] = count
-            _scrape(fleet, c, count * interval)
-    if not _advance_all(fleet, tables, c, t):
-        return False
-    if interval == 0.0 and t < np.inf:
-        _scrape(fleet, c, t)
-    return True
-
-
-@jit
-def _scrape(fleet, c, now):
-    for r in range(fleet.clusters[c]["n_replicas"]):
-        server = fleet.servers[c, r]
-        held = servers.blocks_held(server, fleet.phase[c, r], fleet.costs[c, r], now)
-        ledger.scraped(
-            fleet.replicas_view[c, r],
-            server["queue_len"],
-            server["n_slots"],
-            held / server["num_blocks"],
-            now,
-        )
-
-
-@inlined
-def _next_time(fleet, tables, c):
-    """Time of the next known arrival or cluster event, s; inf: none."""
-    cluster = fleet.clusters[c]
-    table = cluster["table"]
-    t = np.inf
-    if cluster["next_root"] < tables.n_roots[table]:
-        t = tables.facts[table, tables.roots[table, cluster["next_root"]]]["arrival"]
-    if cluster["heap_size"] > 0:
-        t = min(t, fleet.heap[c, 0]["time"])
-    if cluster["next_event"] < tables.events.shape[1]:
-        t = min(t, tables.events[table, cluster["next_event"]]["at"])
-    return t
-
-
-@inlined
-def _safe_horizon(fleet, c):
-    """Before this time, s, no session can send a turn that is not known yet."""
-    cluster = fleet.clusters[c]
-    earliest = np.inf
-    for r in range(cluster["n_replicas"]):
-        if fleet.servers[c, r]["busy"]:
-            earliest = min(earliest, fleet.servers[c, r]["until"])
-    return earliest + cluster["min_think_s"]
-
-
-@inlined
-def _form_before(fleet, tables, c, limit):
-    """Let idle replicas with work begin, if they are to do so before ``limit`` (s)."""
-    for r in range(fleet.clusters[c]["n_replicas"]):
-        server = fleet.servers[c, r]
-        if not server["busy"] and server["ready_at"] < limit:
-            just_after = np.nextafter(server["ready_at"], np.inf)
-            if not _advance_replica(fleet, tables, c, r, just_after):
-                return False
-    return True
-
-
-@inlined
-def _advance_to_next_time(fleet, tables, c):
-    """Move to the next arrival or event. Returns its time in s, inf at the end, NaN if the log is full."""
-    cluster = fleet.clusters[c]
-    while cluster["min_think_s"] < np.inf:
-        t = _next_time(fleet, tables, c)
-        if not _form_before(fleet, tables, c, t):
-            return np.nan
-        horizon = _safe_horizon(fleet, c)
-        if t <= horizon:
-            break
-        if not _advance_with_metrics(fleet, tables, c, horizon):
-            return np.nan
-    t = _next_time(fleet, tables, c)
-    if not _advance_with_metrics(fleet, tables, c, t):
-        return np.nan
-    return t
 
 
 # ---- cluster events -----------------------------------------------------------------------------
@@ -295,7 +58,7 @@ def _kill(fleet, tables, c, r, now):
         fleet.servers[c, r],
         fleet.slots[c, r],
         fleet.phase[c, r],
-        cache_of(fleet, c, r),
+        clock.cache_of(fleet, c, r),
         requests,
         tables.facts[cluster["table"]],
         fleet.costs[c, r],
@@ -303,16 +66,16 @@ def _kill(fleet, tables, c, r, now):
     )
     while homeless >= 0:
         following = requests[homeless]["next"]
-        _tell(fleet, c, NEWS_FAILED, r, homeless, now)
+        clock.tell(fleet, c, NEWS_FAILED, r, homeless, now)
         pending.push(fleet.heap[c], cluster, now, homeless)
         homeless = following
     while failed >= 0:
         following = requests[failed]["next"]
-        _tell(fleet, c, NEWS_FAILED, r, failed, now)
-        _settled(fleet, tables, c, failed)
+        clock.tell(fleet, c, NEWS_FAILED, r, failed, now)
+        clock.settled(fleet, tables, c, failed)
         failed = following
     ledger.lost(fleet.replicas_view[c, r])
-    prefix.forget(index_of(fleet, c), r)
+    prefix.forget(clock.index_of(fleet, c), r)
 
 
 # ---- decisions ----------------------------------------------------------------------------------
@@ -328,7 +91,7 @@ def next_decision(fleet, tables, c):
     cluster = fleet.clusters[c]
     table = cluster["table"]
     while True:
-        t = _advance_to_next_time(fleet, tables, c)
+        t = clock.advance_to_next_time(fleet, tables, c)
         if np.isnan(t):
             return LOG_FULL
         if cluster["stuck"]:
@@ -432,7 +195,7 @@ def _look_up_prefix(fleet, tables, c, r, n):
     replica["cached_tokens"] = 0
     if fact["run_count"] == 0 or not fleet.servers[c, r]["caching"]:
         return
-    index = index_of(fleet, c)
+    index = clock.index_of(fleet, c)
     start = fact["run_start"]
     keys = tables.run_keys[table, start : start + fact["run_count"]]
     tokens = tables.run_tokens[table, start : start + fact["run_count"]]
@@ -445,8 +208,7 @@ def _look_up_prefix(fleet, tables, c, r, n):
 
 
 @inlined
-def assign(fleet, tables, c, r):
-    """Send the request at hand to replica ``r``."""
+def _assign(fleet, tables, c, r):
     cluster = fleet.clusters[c]
     n = cluster["request"]
     now = cluster["now"]
@@ -462,25 +224,36 @@ def assign(fleet, tables, c, r):
     if fact["session"] >= 0:
         fleet.last_replica[c, fact["session"]] = r
     if fact["run_count"] > 0 and fleet.servers[c, r]["caching"]:
-        _index_content(fleet, tables, c, r, n, 0, now)
+        clock.index_content(fleet, tables, c, r, n, 0, now)
     servers.receive(fleet.servers[c, r], fleet.requests[c], fleet.costs[c, r], n, now)
     fleet.wake[c, r] = servers.wake_time(fleet.servers[c, r])
     cluster["request"] = -1
 
 
+@jit
+def assign(fleet, tables, c, r):
+    """Send the request at hand to replica ``r``."""
+    _assign(fleet, tables, c, r)
+
+
 @inlined
-def decide(fleet, tables, c, rule, params, lowest_id_wins):
-    """Choice of a built-in rule for the request at hand."""
+def _decide(fleet, tables, c, rule, params, lowest_id_wins):
     n = fleet.clusters[c]["n_replicas"]
     scores = fleet.scores[c, :n]
     replicas = fleet.replicas_view[c, :n]
     if rule >= lookahead.LOOKAHEAD:
-        content = content_of(tables, fleet.clusters[c]["table"])
-        lookahead.marginal_costs(fleet, content, cache_of(fleet, c, 0), c, rule, scores)
+        content = clock.content_of(tables, fleet.clusters[c]["table"])
+        lookahead.marginal_costs(fleet, content, clock.cache_of(fleet, c, 0), c, rule, scores)
     else:
         view = View(fleet.requests_view[c], replicas, fleet.costs[c, :n], fleet.router[c])
         score(rule, view, params, scores)
     return choose(scores, replicas, fleet.router[c], lowest_id_wins)
+
+
+@jit
+def choice(fleet, tables, c, rule, params, lowest_id_wins):
+    """Choice of a built-in rule for the request at hand; leaves its scores in Fleet.scores."""
+    return _decide(fleet, tables, c, rule, params, lowest_id_wins)
 
 
 @jit
@@ -491,7 +264,7 @@ def run(fleet, tables, c, rule, params, lowest_id_wins, limit):
             status = next_decision(fleet, tables, c)
             if status != NEEDS_DECISION:
                 return status
-        assign(fleet, tables, c, decide(fleet, tables, c, rule, params, lowest_id_wins))
+        _assign(fleet, tables, c, _decide(fleet, tables, c, rule, params, lowest_id_wins))
     return LIMIT
 
 
@@ -502,4 +275,4 @@ def replay(fleet, tables, c, replicas):
         status = next_decision(fleet, tables, c)
         if status != NEEDS_DECISION:
             return status
-        assign(fleet, tables, c, replicas[fleet.clusters[c]["request"]])
+        _assign(fleet, tables, c, replicas[fleet.clusters[c]["request"]])

@@ -1,9 +1,10 @@
 """KV blocks of a replica with prefix caching: content index, least-recently-used list, references.
 
-A block holds the keys and values of ``block_size`` tokens. It is findable by the content of the whole
-prefix up to its end (a 64-bit key), held by any number of requests, and in the free list while nobody
-holds it. Taking a block from the front of that list forgets what it held. Several blocks may hold the
-same content; the oldest is found first and the others wait in its chain of twins.
+A block holds the keys and values of ``block_size`` tokens. It is findable by the content of the
+whole prefix up to its end (a 64-bit key), held by any number of requests, and in the free list
+while nobody holds it. Taking a block from the front of that list forgets what it held. Several
+blocks may hold the same content; the oldest is found first and the others wait in its chain of
+twins.
 """
 
 from typing import NamedTuple
@@ -38,7 +39,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @jit
 def block_key(content, request, index, block_size):
-    """Identity of a request's block number ``index``: the content of its prefix up to that block's end."""
+    """Identity of block number ``index`` of a request: all content up to that block's end."""
     fact = content.facts[request]
     path = mix(np.uint64(request) ^ _PRIVATE)
     end = (index + 1) * block_size
@@ -135,7 +136,7 @@ def _unregister(kv, block):
 
 @jit
 def _empty_bucket(kv, at):
-    """Linear probing without tombstones: move later entries of the same cluster back into the gap."""
+    """Linear probing without tombstones: later entries of the same run move into the gap."""
     last = kv.buckets.size - 1
     gap = at
     probe = at
@@ -204,7 +205,7 @@ def release(server, kv, block):
 
 @jit
 def longest_prefix(kv, content, request, prompt, block_size, row):
-    """Write the cached blocks of the request's prompt into ``held[row]``; return how many in a row."""
+    """Write the cached blocks of a prompt, front to back, into ``held[row]``; return how many."""
     hits = 0
     while hits < prompt // block_size:
         block = find(kv, block_key(content, request, hits, block_size))

@@ -1,9 +1,9 @@
 """Marginal-cost look-ahead: the near-optimal reference, and the teacher of the learned policy.
 
-For each replica its own queue is simulated to the end, with and without the request at hand; the score
-is the increase of the total cost of all requests there. So the harm done to others counts. Unfinished
-answers are assumed to be as long as predicted (``lookahead``) or as they will really be
-(``lookahead_oracle``). No further arrivals are assumed.
+For each replica its own queue is simulated to the end, with and without the request at hand; the
+score is the increase of the total cost of all requests there. So the harm done to others counts.
+Unfinished answers are assumed to be as long as predicted (``lookahead``) or as they will really
+be (``lookahead_oracle``). No further arrivals are assumed.
 
 The copy is made of counts only: cached prefixes count as the router believes them, and the cache
 itself is not rolled forward.

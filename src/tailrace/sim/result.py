@@ -9,7 +9,8 @@ from tailrace.workload.table import RequestTable
 
 PENDING, FINISHED, FAILED = 0, 1, 2
 
-#: One request's fate, in the order of the request table. Times are seconds from the start; NaN: never.
+#: One request's fate, in the order of the request table. Times are seconds from the start; NaN:
+#: never.
 REQUEST_RESULT = np.dtype(
     [
         ("arrived_s", "f8"),  # differs from the table for turns that wait for their parent

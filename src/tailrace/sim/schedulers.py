@@ -101,7 +101,7 @@ def steps_ended(server, cost, now):
 
 @jit
 def interrupt(server, cost, now):
-    """Let the stretch under way end with the iteration that is running at ``now``, so that news counts."""
+    """There is news: let the stretch under way end with the iteration running at ``now``."""
     if server["busy"] == 0 or server["steps"] == 1:
         return
     steps = steps_ended(server, cost, now)
@@ -130,7 +130,7 @@ def _add_chunk(server, processed, chunk):
 
 @jit
 def _form_sarathi(server, slots, phase, kv, requests, content, now):
-    """Decodes first, the rest of the token budget to prompts in order; whole prompts are reserved."""
+    """Decodes first, the rest of the token budget to prompts in order; blocks for whole prompts."""
     _book_decode_blocks(server, slots, phase, kv, requests, content)
     _decodes_take_part(server)
     budget = server["chunk_size"] - server["tokens"]
@@ -228,7 +228,7 @@ def _form_vllm(server, slots, phase, kv, requests, content, now):
 
 @jit
 def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
-    """Running requests in order of admission, blocks as needed; new ones only if nobody was evicted."""
+    """Running requests by admission, blocks as needed; new ones only if nobody was evicted."""
     preemptions = server["preemptions"]
     if server["explicit"]:
         if server["n_decodes"] > 0 and server["tick"] >= server["next_event"]:
@@ -355,7 +355,7 @@ def _admit_vllm_v1(server, slots, kv, requests, content, budget, now):
 
 @jit
 def _reuse_prefix(server, kv, request, content, r, budget):
-    """Hold the cached blocks of a waiting request's prompt if its first chunk fits; else change nothing."""
+    """Hold the cached blocks of a waiting request if its first chunk fits; else change nothing."""
     size = server["block_size"]
     # Without real blocks (look-ahead), what the router believes to be cached counts as taken.
     hits = request["believed"] // size

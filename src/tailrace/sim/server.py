@@ -1,8 +1,8 @@
 """One server through time: end iterations, form batches, take requests, die.
 
-Time moves lazily. :func:`step` brings a server at most one transition further towards a time ``t``: an
-iteration that ends at or before ``t`` ends, and a batch due *strictly before* ``t`` is formed. So all
-arrivals of one instant are queued before a batch is formed at that instant.
+Time moves lazily. :func:`step` brings a server at most one transition further towards a time
+``t``: an iteration that ends at or before ``t`` ends, and a batch due *strictly before* ``t`` is
+formed. So all arrivals of one instant are queued before a batch is formed at that instant.
 """
 
 import numpy as np
@@ -113,9 +113,9 @@ def answering_context(server, cost, now):
 
 @jit
 def die(server, slots, phase, kv, requests, facts, cost, now):
-    """Lose everything at ``now`` (s). Requests that were answering are lost; the others may go elsewhere.
+    """Lose everything at ``now`` (s): answering requests are lost, the others may go elsewhere.
 
-    Returns the heads of two lists, linked by REQUEST_STATE.next: those to be routed again, and the lost.
+    Returns the heads of two lists linked by REQUEST_STATE.next: to be routed again, and lost.
     """
     if server["busy"]:
         # What the iteration under way would have done is lost; the time was spent all the same.

@@ -1,4 +1,4 @@
-"""The way into the simulator from Python: :func:`simulate` for a whole run, :class:`Simulation` by steps."""
+"""The simulator from Python: :func:`simulate` a whole run, or a :class:`Simulation` by steps."""
 
 from collections.abc import Callable, Sequence
 
@@ -30,6 +30,9 @@ from tailrace.workload.table import RequestTable
 SLICE = 20_000
 BATCH_LOG = 65_536
 
+DEFAULT_ROUTER = Router()
+DEFAULT_ENGINE = Engine()
+
 Progress = Callable[[int], None]
 
 
@@ -38,8 +41,8 @@ def simulate(
     table: RequestTable,
     policy: str | Policy,
     *,
-    router: Router = Router(),
-    engine: Engine = Engine(),
+    router: Router = DEFAULT_ROUTER,
+    engine: Engine = DEFAULT_ENGINE,
     events: Sequence[Event] = (),
     seed: int = 0,
     record_batches: bool = False,
@@ -62,9 +65,12 @@ def simulate(
         seed=seed,
         record_batches=record_batches,
         listen=rule is None,
-        metrics=rule is None or rule.uses_metrics,
         lookahead=rule is not None and rule.in_engine,
     )
+    if rule is not None:
+        simulation.look_only_at(
+            metrics=rule.uses_metrics, prefix=rule.uses_prefix, context=rule.uses_context
+        )
     chosen.reset(cluster.size, seed)
     simulation.run(chosen, progress)
     return simulation.result()
@@ -81,8 +87,8 @@ def uses_reference(cluster: Cluster, engine: Engine) -> bool:
 class Simulation:
     """One cluster of the compiled engine, decision by decision.
 
-    ``next_decision()`` returns what the router sees, or None at the end; ``assign(replica)`` sends the
-    request at hand. ``copy()`` gives an independent twin that goes on from the same state.
+    ``next_decision()`` returns what the router sees, or None at the end; ``assign(replica)`` sends
+    the request at hand. ``copy()`` gives an independent twin that goes on from the same state.
     """
 
     def __init__(
@@ -90,16 +96,15 @@ class Simulation:
         cluster: Cluster,
         table: RequestTable,
         *,
-        router: Router = Router(),
-        engine: Engine = Engine(),
+        router: Router = DEFAULT_ROUTER,
+        engine: Engine = DEFAULT_ENGINE,
         events: Sequence[Event] = (),
         seed: int = 0,
         record_batches: bool = False,
         listen: bool = False,
-        metrics: bool = True,
         lookahead: bool = False,
     ) -> None:
-        """Lay the cluster out at time 0; ``listen`` keeps news for policies with hooks."""
+        """Lay the cluster out at time 0; ``listen`` keeps news for a policy's hooks."""
         reason = why_not_compiled(cluster)
         if reason is not None:
             raise TailraceError(reason)
@@ -120,16 +125,21 @@ class Simulation:
             record_news=listen,
             lookahead=lookahead,
         )
+        self._batches: list[NDArray[np.void]] = []
+
+    def look_only_at(self, *, metrics: bool, prefix: bool, context: bool) -> None:
+        """Spare the parts of the view that a policy does not read."""
         if not metrics:
             self._fleet.clusters["scrape_s"] = np.inf
-        self._batches: list[NDArray[np.void]] = []
+        self._fleet.clusters["view_prefix"] = prefix
+        self._fleet.clusters["view_context"] = context
 
     def copy(self) -> "Simulation":
         """Return an independent simulation in the same state, on the same requests."""
         twin = object.__new__(Simulation)
         twin.table = self.table
         twin._tables = self._tables
-        twin._fleet = Fleet(*(array.copy() for array in self._fleet))
+        twin._fleet = Fleet._make(array.copy() for array in self._fleet)
         twin._batches = list(self._batches)
         return twin
 
@@ -213,7 +223,7 @@ class Simulation:
         self._pass_on_news(policy)
 
     def _pass_on_news(self, policy: Policy) -> None:
-        """Call the policy's hooks for what the router heard since the last decision, in time order."""
+        """Call the policy's hooks, in time order, for what the router heard since last time."""
         cluster = self._fleet.clusters[0]
         news = self._fleet.news[0, : cluster["news_count"]]
         hooks = {
@@ -273,6 +283,4 @@ class Simulation:
         batches = np.concatenate(self._batches) if self._batches else None
         if batches is not None:
             batches = batches[np.lexsort((batches["replica"], batches["start_s"]))]
-        return SimResult(
-            self.table, requests, replicas, int(fleet.router[0]["decisions"]), batches
-        )
+        return SimResult(self.table, requests, replicas, int(fleet.router[0]["decisions"]), batches)

@@ -1,7 +1,8 @@
 """Memory layout of the compiled engine: dtypes with a comment per field, and the arrays of a fleet.
 
-A *fleet* is ``C`` independent clusters of up to ``N`` replicas, all in a handful of arrays whose first
-axis is the cluster. One cluster is therefore one row everywhere, and copying a cluster is copying rows.
+A *fleet* is ``C`` independent clusters of up to ``N`` replicas, all in a handful of arrays whose
+first axis is the cluster. One cluster is therefore one row everywhere, and copying a cluster is
+copying rows.
 """
 
 from typing import NamedTuple
@@ -24,7 +25,10 @@ SERVER = np.dtype(
         ("max_batch_tokens", "i8"),
         ("watermark_blocks", "i8"),
         ("caching", "i8"),  # 1: block-level prefix cache
-        ("explicit", "i8"),  # 1: blocks are booked one by one; 0: counted by phase (see batching.py)
+        (
+            "explicit",
+            "i8",
+        ),  # 1: blocks are booked one by one; 0: counted by phase (see batching.py)
         ("extra_blocks", "i8"),  # taken along with each new block (vllm_v1)
         ("configured_speed", "f8"),
         ("compat", "i8"),  # 1: with Vidur's defects
@@ -70,12 +74,13 @@ SERVER = np.dtype(
     ]
 )
 
-#: Rows of the slot matrix [SLOT_ROWS, S] of a server: one column per resident request, in batch order.
+#: Rows of the slot matrix [SLOT_ROWS, S] of a server: one column per resident request, in batch
+#: order.
 SLOT_REQUEST, SLOT_FINISH, SLOT_OFFSET, SLOT_CHUNK, SLOT_EVENT, SLOT_ROW = 0, 1, 2, 3, 4, 5
 SLOT_ROWS = 6
-# REQUEST: row of the request. FINISH: tick at which it is done. OFFSET: tokens processed minus tick,
-# constant while it decodes. CHUNK: prompt tokens in the iteration under way. EVENT: explicit blocks,
-# tick of its next block event. ROW: its row of Server.held.
+# REQUEST: row of the request. FINISH: tick at which it is done. OFFSET: tokens processed minus
+# tick, constant while it decodes. CHUNK: prompt tokens in the iteration under way. EVENT:
+# explicit blocks, tick of its next block event. ROW: its row of Server.held.
 
 NOT_ARRIVED, WAITING, RUNNING, DONE, LOST = 0, 1, 2, 3, 4
 
@@ -195,7 +200,9 @@ class Fleet(NamedTuple):
     wake: NDArray[np.float64]  #: [C, N] when the replica next wants attention, s; inf: never
     slots: NDArray[np.int64]  #: [C, N, SLOT_ROWS, S]
     phase: NDArray[np.int64]  #: [C, N, block size] decodes that need a block at tick = index (mod)
-    notices: NDArray[np.int64]  #: [C, 2, S + 1] news of an iteration end: first tokens, ends; [., 0] = count
+    notices: NDArray[
+        np.int64
+    ]  #: [C, 2, S + 1] news of an iteration end: first tokens, ends; [., 0] = count
     requests: NDArray[np.void]  #: [C, R] REQUEST_STATE
     heap: NDArray[np.void]  #: [C, Q] HEAP_ENTRY
     blocks: NDArray[np.void]  #: [C, N, B] BLOCK

@@ -1,0 +1,1 @@
+"""Traffic: arrival processes, built-in workloads, trace files, and the request table."""

@@ -8,6 +8,7 @@ which every turn uses a longer prefix, however many turns it has. A request with
 nothing with anybody.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +43,21 @@ REQUEST = np.dtype(
 RUN = np.dtype([("segment", "i8"), ("tokens", "i4"), ("reserved", "i4")])
 
 
+class RowError(TailraceError):
+    """What is wrong with one row; ``row`` is its number, ``what`` the complaint."""
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(row, what)  # both, so that it survives the way between processes
+        self.row = row
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"request {self.row}: {self.what}"
+
+
 @dataclass(frozen=True)
 class RequestTable:
-    """Requests ``[R]`` (dtype REQUEST) and the runs ``[U]`` (dtype RUN) their prompts consist of."""
+    """Requests [R] (dtype REQUEST) and the runs [U] (dtype RUN) their prompts consist of."""
 
     rows: NDArray[np.void]
     runs: NDArray[np.void]
@@ -85,15 +98,14 @@ class RequestTable:
         return table
 
     def validate(self) -> None:
-        """Raise a TailraceError that names the first bad row, if there is one."""
+        """Raise a RowError (a TailraceError) that names the first bad row, if there is one."""
         rows = self.rows
         if len(rows) == 0:
             raise TailraceError("the request table is empty")
 
         def refuse(bad: NDArray[np.bool_], what: str) -> None:
             if bad.any():
-                row = int(np.argmax(bad))
-                raise TailraceError(f"request {row}: {what}")
+                raise RowError(int(np.argmax(bad)), what)
 
         for name in ("arrival_s", "think_s", "ttft_slo_s", "tpot_slo_s"):
             refuse(~np.isfinite(rows[name]), f"{name} is not a finite number")
@@ -111,18 +123,16 @@ class RequestTable:
         refuse(children > 1, "has more than one follow-up; a turn has at most one")
         self._validate_runs(refuse)
 
-    def _validate_runs(self, refuse) -> None:  # type: ignore[no-untyped-def]
+    def _validate_runs(self, refuse: Callable[[NDArray[np.bool_], str], None]) -> None:
         rows, runs = self.rows, self.runs
-        if len(runs) == 0:
-            return
         if (runs["tokens"] < 0).any():
             raise TailraceError("a content run has a negative number of tokens")
         total = np.concatenate([[0], np.cumsum(runs["tokens"], dtype=np.int64)])
         start = rows["run_start"]
         end = start + rows["run_count"]
-        refuse((start < 0) | (end > len(runs)), "its content runs lie outside the run list")
-        has_runs = rows["run_count"] > 0
+        outside = (start < 0) | (end < start) | (end > len(runs))
+        refuse(outside, "its content runs lie outside the run list")
         refuse(
-            has_runs & (total[end] - total[start] != rows["prompt_tokens"]),
+            (rows["run_count"] > 0) & (total[end] - total[start] != rows["prompt_tokens"]),
             "its content runs do not add up to prompt_tokens",
         )

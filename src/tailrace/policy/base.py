@@ -1,0 +1,110 @@
+"""What a policy is: an object that gives every replica a score for the request at hand."""
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import TailraceError, unknown_name
+from tailrace.policy.rules import Rule, score
+from tailrace.policy.view import View
+
+
+class Policy:
+    """Base of all policies. A subclass must have ``scores``; all else is optional.
+
+    Which replica is chosen from the scores, and how ties are broken, is not the policy's business:
+    see policy/choose.py. Times are in seconds of the run.
+    """
+
+    name: str = "policy"
+    """Name shown in tables and logs."""
+    lowest_id_wins: bool = False
+    """Break ties by the lowest replica number instead of at random."""
+
+    def reset(self, n_replicas: int, seed: int) -> None:
+        """Start a run over ``n_replicas`` replicas; forget what was learned in the last one."""
+
+    def scores(self, view: View) -> NDArray[np.float64]:
+        """Return a score per replica [n], lower is better; inf: only if there is no other."""
+        raise NotImplementedError(f"{type(self).__name__} has no scores method")
+
+    def sent(self, replica: int, request_id: int, now: float) -> None:
+        """A request has been sent to a replica."""
+
+    def first_token(self, replica: int, request_id: int, now: float) -> None:
+        """The first token of its answer has come back."""
+
+    def finished(self, replica: int, request_id: int, now: float) -> None:
+        """Its answer is complete."""
+
+    def failed(self, replica: int, request_id: int, now: float) -> None:
+        """It was lost on this replica, and may be sent again."""
+
+
+class BuiltinPolicy(Policy):
+    """A built-in rule as an object. It keeps nothing: its memory is the view's router record."""
+
+    def __init__(self, rule: Rule, params: Mapping[str, float] | None = None) -> None:
+        self.rule = rule
+        self.name = rule.name
+        self.lowest_id_wins = rule.lowest_id_wins
+        given = dict(params or {})
+        for key, value in given.items():
+            if key not in rule.params:
+                if not rule.params:
+                    raise TailraceError(f"policy {rule.name} has no parameters, got '{key}'")
+                raise unknown_name(f"parameter of {rule.name}", key, rule.params)
+            if not isinstance(value, Real) or not np.isfinite(value):
+                raise TailraceError(f"{rule.name}: {key} must be a finite number, got {value!r}")
+        self.params: NDArray[np.float64] = rule.vector(given)
+        """[p] in the order of ``rule.params``."""
+
+    def scores(self, view: View) -> NDArray[np.float64]:
+        """Return the rule's scores [n]."""
+        if self.rule.in_engine:
+            raise TailraceError(f"{self.name} runs inside the simulator and cannot be called alone")
+        out = np.empty(len(view.replicas))
+        score(self.rule.code, view, self.params, out)
+        return out
+
+
+class FunctionPolicy(Policy):
+    """A plain function ``scores(view)`` as a policy."""
+
+    def __init__(self, function: Callable[..., Any], name: str, **params: Any) -> None:
+        self.function = function
+        self.name = name
+        self.params = params
+
+    def scores(self, view: View) -> NDArray[np.float64]:
+        """Return what the function returns."""
+        return self.function(view, **self.params)  # type: ignore[no-any-return]
+
+
+def checked_scores(policy: Policy, view: View) -> NDArray[np.float64]:
+    """Return the policy's scores as float64 [n], or raise if they are no scores at all.
+
+    A NaN among numbers is let through: it never wins. NaN for every available replica is an error.
+    """
+    n = len(view.replicas)
+    returned = policy.scores(view)
+    try:
+        if returned is None:  # NumPy would make NaN of it
+            raise TypeError
+        out = np.asarray(returned, np.float64)
+    except (TypeError, ValueError):
+        raise TailraceError(
+            f"policy {policy.name} must return {n} numbers, got {type(returned).__name__}"
+        ) from None
+    if out.shape != (n,):
+        raise TailraceError(
+            f"policy {policy.name} must return one score per replica, shape ({n},), "
+            f"got shape {out.shape}"
+        )
+    available = view.replicas["available"] != 0
+    if available.any() and np.isnan(out[available]).all():
+        raise TailraceError(f"policy {policy.name} returned NaN for every available replica")
+    return out

@@ -1,0 +1,160 @@
+"""From a name on the command line to a policy.
+
+A name is a built-in rule (``cache_aware``, ``cache_aware:match_rate=0.5,load_gap=32``), a file
+(``my_rule.py``, ``my_rule.py:MyPolicy``), something importable (``package.module:attribute``), or
+an entry point of the group ``tailrace.policies`` of an installed package.
+"""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tailrace.errors import TailraceError, unknown_name
+from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy
+from tailrace.policy.rules import RULES, Rule
+
+ENTRY_POINT_GROUP = "tailrace.policies"
+FUNCTION_NAME = "scores"
+
+
+def rules() -> tuple[Rule, ...]:
+    """Return all built-in rules in the order of their codes."""
+    return RULES
+
+
+def names() -> list[str]:
+    """Return the names of all built-in rules, then those of installed packages."""
+    builtin = [rule.name for rule in RULES]
+    return builtin + sorted(name for name in _entry_points() if name not in builtin)
+
+
+def get(name: str, **params: Any) -> Policy:
+    """Return the policy of a name (see the module's text); parameters override those in the name.
+
+    Parameters of a user's policy are passed to its constructor, or to the function with each view.
+    """
+    head, _, tail = name.partition(":")
+    builtin = {rule.name: rule for rule in RULES}
+    if head in builtin:
+        return BuiltinPolicy(builtin[head], _numbers(head, tail) | params)
+    if head.endswith(".py"):
+        return _from_file(Path(head), tail, params)
+    if tail:
+        return _as_policy(_attribute(_import(head), tail, head), name, params)
+    installed = _entry_points()
+    if name in installed:
+        return _as_policy(_load(installed[name]), name, params)
+    raise unknown_name("policy", name, names())
+
+
+def _numbers(rule: str, text: str) -> dict[str, Any]:
+    """Read "a=1,b=2.5"."""
+    values: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, equals, number = part.partition("=")
+        try:
+            values[key.strip()] = float(number)
+        except ValueError:
+            what = f"'{number}' is not a number" if equals else "'=' is missing"
+            raise TailraceError(
+                f"cannot read '{part}' in policy '{rule}:{text}': {what}; "
+                f"write {rule}:name=number,name=number"
+            ) from None
+    return values
+
+
+def _from_file(path: Path, attribute: str, params: dict[str, Any]) -> Policy:
+    module = _load_file(path)
+    if attribute:
+        return _as_policy(_attribute(module, attribute, str(path)), attribute, params)
+    if callable(getattr(module, FUNCTION_NAME, None)):
+        return _as_policy(getattr(module, FUNCTION_NAME), path.stem, params)
+    found = [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, Policy)
+        and value.__module__ == module.__name__
+    ]
+    if not found:
+        raise TailraceError(
+            f"{path} holds no policy: write a function scores(view) or a subclass of Policy"
+        )
+    if len(found) > 1:
+        choices = " or ".join(f"{path}:{cls.__name__}" for cls in found)
+        raise TailraceError(f"{path} holds {len(found)} policies; say which: {choices}")
+    return _as_policy(found[0], path.stem, params)
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise TailraceError(f"there is no policy file {path}")
+    module_name = f"tailrace_policy_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module  # dataclasses and pickle look a class's module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[module_name]
+        raise TailraceError(
+            f"cannot load policy file {path}: {type(error).__name__}: {error}"
+        ) from error
+    return module
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise TailraceError(f"cannot import policy module '{module}': {error}") from error
+
+
+def _attribute(module: ModuleType, attribute: str, where: str) -> Any:
+    if not hasattr(module, attribute):
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        raise unknown_name(f"policy in {where}:", attribute, public)
+    return getattr(module, attribute)
+
+
+def _as_policy(found: Any, name: str, params: dict[str, Any]) -> Policy:
+    """Make a policy of a Policy subclass, an instance, or a function of a view."""
+    if isinstance(found, Policy):
+        if params:
+            raise TailraceError(f"policy {name} is an object already and takes no parameters")
+        return found
+    if inspect.isclass(found) and issubclass(found, Policy):
+        policy = _construct(found, name, params)
+        if type(policy).name == Policy.name and policy.name == Policy.name:
+            policy.name = name
+        return policy
+    if inspect.isclass(found) or not callable(found):
+        raise TailraceError(f"policy {name} must be a Policy or a function scores(view)")
+    return FunctionPolicy(found, name, **params)
+
+
+def _construct(cls: type[Policy], name: str, params: dict[str, Any]) -> Policy:
+    try:
+        return cls(**params)
+    except TypeError as error:
+        raise TailraceError(f"cannot make policy {name}: {error}") from error
+
+
+def _entry_points() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=ENTRY_POINT_GROUP)}
+
+
+def _load(point: EntryPoint) -> Any:
+    try:
+        return point.load()
+    except Exception as error:
+        raise TailraceError(
+            f"cannot load policy {point.name} of {point.value}: {type(error).__name__}: {error}"
+        ) from error

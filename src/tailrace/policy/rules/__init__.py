@@ -1,0 +1,305 @@
+"""The built-in rules: one table of them, and the one compiled function that reaches them all.
+
+A rule is a compiled function ``rule(view, params, scores)`` that fills ``scores`` [n], lower is
+better. To add one: write it in a file of its family, import it here, add a line to RULES and a
+branch of the same code to ``score``. A test holds the two together.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.compiled import jit
+from tailrace.policy.rules.counting import (
+    least_outstanding,
+    least_pending_prefill,
+    least_pending_uncached,
+    power_of_two,
+    random,
+    round_robin,
+    vidur_lor,
+    vllm_dp,
+)
+from tailrace.policy.rules.hashing import dual_map, prefix_hash
+from tailrace.policy.rules.predicted import least_predicted_ttft
+from tailrace.policy.rules.prefix_aware import aibrix_prefix, cache_aware, llm_d_sticky, preble
+from tailrace.policy.rules.scored import dynamo, least_load, llm_d, llumnix, lmetric, load_aware
+from tailrace.policy.rules.sticky import sticky_session, tolerant_sticky
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One built-in rule, as `tailrace policies` shows it."""
+
+    name: str
+    code: int
+    """Its number in ``score``."""
+    source: str
+    """Where it comes from."""
+    rule_text: str
+    """What it does, and how that differs from its source."""
+    params: Mapping[str, float] = field(default_factory=dict)
+    """Names and defaults of its parameters, in the order of the parameter vector."""
+    lowest_id_wins: bool = False
+    """Ties go to the lowest replica number instead of a random one."""
+    uses_metrics: bool = False
+    """Whether it reads the metrics snapshot."""
+    uses_prefix: bool = False
+    """Whether it reads the prefix index."""
+    uses_context: bool = False
+    """Whether it reads the context of the answering requests."""
+    in_engine: bool = False
+    """Whether it runs inside the simulator only and has no branch in ``score``."""
+
+    def vector(self, changes: Mapping[str, float] | None = None) -> NDArray[np.float64]:
+        """Return the parameters as a vector [p], with some of them changed."""
+        values = {**self.params, **(changes or {})}
+        return np.array([values[name] for name in self.params], np.float64)
+
+
+RULES = (
+    Rule("random", 0, "every router", "uniformly at random"),
+    Rule("round_robin", 1, "every router", "in turn, skipping unavailable replicas"),
+    Rule(
+        "vidur_lor",
+        2,
+        "Vidur",
+        "fewest waiting requests (snapshot plus sent since), ties to the lowest number",
+        lowest_id_wins=True,
+        uses_metrics=True,
+    ),
+    Rule("least_outstanding", 3, "every router", "fewest requests in flight"),
+    Rule(
+        "power_of_two",
+        4,
+        "SGLang, Ray Serve, Envoy",
+        "of two distinct random replicas the one with fewer requests in flight",
+    ),
+    Rule(
+        "vllm_dp",
+        5,
+        "vLLM's internal balancer",
+        "min waiting_weight * waiting + running, waiting counted on between two snapshots",
+        {"waiting_weight": 4.0},
+        uses_metrics=True,
+    ),
+    Rule(
+        "least_pending_prefill",
+        6,
+        "Vidur canary, lop",
+        "fewest prompt tokens sent and without a first token yet",
+    ),
+    Rule(
+        "least_pending_uncached",
+        7,
+        "Llumnix",
+        "min pending uncached prompt tokens + own uncached tokens",
+        uses_prefix=True,
+    ),
+    Rule(
+        "sticky_session",
+        8,
+        "vLLM production-stack, Vidur canary",
+        "the replica of the session's last request; without one, fewest in flight",
+    ),
+    Rule(
+        "tolerant_sticky",
+        9,
+        "after Vidur canary",
+        "the session's replica while its pending + own uncached tokens <= tolerance * the least, "
+        "else the least; Vidur compares spreads of that load instead",
+        {"tolerance": 2.0},
+        uses_prefix=True,
+    ),
+    Rule(
+        "cache_aware",
+        10,
+        "SGLang gateway",
+        "fewest in flight if max - min > load_gap and max > load_ratio * min; else longest prefix "
+        "match if it exceeds match_rate of the prompt; else the smallest prefix tree",
+        {"load_gap": 64.0, "load_ratio": 1.5, "match_rate": 0.3},
+        uses_prefix=True,
+    ),
+    Rule(
+        "prefix_hash",
+        11,
+        "SGLang gateway, consistent hashing with bounded loads",
+        "the replica drawn by rendezvous hash of the first 256 tokens while its load <= "
+        "load_factor * the mean, this request included; else fewest in flight",
+        {"load_factor": 1.25},
+    ),
+    Rule(
+        "lmetric",
+        12,
+        "LMetric",
+        "min (pending + own uncached tokens) * (requests in flight + 1)",
+        uses_prefix=True,
+    ),
+    Rule(
+        "dynamo",
+        13,
+        "NVIDIA Dynamo, KV router",
+        "min overlap_weight * blocks to prefill + blocks held, both with the request on board, "
+        "ties to the smaller index, temperature 0; blocks shared by requests count for each",
+        {"overlap_weight": 1.0},
+        uses_prefix=True,
+        uses_context=True,
+    ),
+    Rule(
+        "llm_d",
+        14,
+        "llm-d, built-in profile",
+        "max queue_weight * (longest - queue)/(longest - shortest) + kv_weight * (1 - KV use) + "
+        "prefix_weight * matched share",
+        {"queue_weight": 2.0, "kv_weight": 2.0, "prefix_weight": 3.0},
+        uses_metrics=True,
+        uses_prefix=True,
+        uses_context=True,
+    ),
+    Rule(
+        "llm_d_sticky",
+        15,
+        "llm-d guides, prefix-cache-affinity filter",
+        "fewest pending + own uncached tokens among the replicas with match_rate of the prompt's "
+        "blocks, unless pending tokens / prefill throughput of the best of them exceeds that of "
+        "the best other by max_penalty_s; then among all; without random exploration",
+        {"match_rate": 0.8, "max_penalty_s": 18.0},
+        uses_prefix=True,
+    ),
+    Rule(
+        "load_aware",
+        16,
+        "vLLM production-stack",
+        "max matched share - load_weight * (in flight - mean)/max(1, mean)",
+        {"load_weight": 1.0},
+        uses_prefix=True,
+    ),
+    Rule(
+        "least_load",
+        17,
+        "Shepherd model gateway",
+        "min pending uncached tokens / prefill throughput + kv_weight * k/(1 - k), k = KV use; "
+        "the pending tokens are the router's own count, which no poll makes stale",
+        {"kv_weight": 0.15},
+        uses_metrics=True,
+        uses_context=True,
+    ),
+    Rule(
+        "aibrix_prefix",
+        18,
+        "AIBrix, prefix-cache",
+        "fewest in flight if max - min > load_gap; else the longest match with at most mean + "
+        "deviations * standard deviation in flight; else fewest in flight",
+        {"load_gap": 8.0, "deviations": 1.0},
+        uses_prefix=True,
+    ),
+    Rule(
+        "preble",
+        19,
+        "Preble",
+        "the replica with the prefix if more than exploit_share of the prompt is cached; else min "
+        "recent work + eviction_weight * evicted + missed tokens, in seconds of prefill; work "
+        "fades over 180 s instead of a 3-minute window and leaves out decoding",
+        {"exploit_share": 0.5, "eviction_weight": 1.0},
+        uses_prefix=True,
+    ),
+    Rule(
+        "llumnix",
+        20,
+        "Llumnix",
+        "max (free blocks - blocks of the queued prompts) / requests in flight, idle ones first; "
+        "dispatching only, no migration",
+        uses_metrics=True,
+        uses_context=True,
+    ),
+    Rule(
+        "dual_map",
+        21,
+        "DualMap",
+        "two candidates by hash of the first 256 tokens: the more cached one while its predicted "
+        "first token comes within slo_share * the target, else the one predicted faster; no "
+        "migration",
+        {"slo_share": 1.0},
+        uses_prefix=True,
+        uses_context=True,
+    ),
+    Rule(
+        "least_predicted_ttft",
+        22,
+        "own, after Block",
+        "earliest first token by the calibrated cost model",
+        uses_prefix=True,
+        uses_context=True,
+    ),
+    Rule(
+        "lookahead",
+        23,
+        "own",
+        "least marginal cost by looking ahead with predicted output lengths",
+        uses_prefix=True,
+        in_engine=True,
+    ),
+    Rule(
+        "lookahead_oracle",
+        24,
+        "own, reference only",
+        "the same with the true output lengths",
+        uses_prefix=True,
+        in_engine=True,
+    ),
+)
+
+
+@jit
+def score(code, view, params, scores):
+    """Fill ``scores`` [n] by the rule of this code; ``params`` [p] in the order of its entry."""
+    if code == 0:
+        random(view, params, scores)
+    elif code == 1:
+        round_robin(view, params, scores)
+    elif code == 2:
+        vidur_lor(view, params, scores)
+    elif code == 3:
+        least_outstanding(view, params, scores)
+    elif code == 4:
+        power_of_two(view, params, scores)
+    elif code == 5:
+        vllm_dp(view, params, scores)
+    elif code == 6:
+        least_pending_prefill(view, params, scores)
+    elif code == 7:
+        least_pending_uncached(view, params, scores)
+    elif code == 8:
+        sticky_session(view, params, scores)
+    elif code == 9:
+        tolerant_sticky(view, params, scores)
+    elif code == 10:
+        cache_aware(view, params, scores)
+    elif code == 11:
+        prefix_hash(view, params, scores)
+    elif code == 12:
+        lmetric(view, params, scores)
+    elif code == 13:
+        dynamo(view, params, scores)
+    elif code == 14:
+        llm_d(view, params, scores)
+    elif code == 15:
+        llm_d_sticky(view, params, scores)
+    elif code == 16:
+        load_aware(view, params, scores)
+    elif code == 17:
+        least_load(view, params, scores)
+    elif code == 18:
+        aibrix_prefix(view, params, scores)
+    elif code == 19:
+        preble(view, params, scores)
+    elif code == 20:
+        llumnix(view, params, scores)
+    elif code == 21:
+        dual_map(view, params, scores)
+    elif code == 22:
+        least_predicted_ttft(view, params, scores)
+    else:
+        raise ValueError("no rule of this code runs in score()")

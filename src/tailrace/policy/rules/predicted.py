@@ -1,0 +1,60 @@
+"""Time to first token predicted from the cost model, and rules built on nothing else."""
+
+from tailrace.compiled import jit
+from tailrace.policy.rules.quantities import in_flight_tokens, pending_uncached
+from tailrace.sim.cost import token_ms
+
+
+@jit
+def predicted_ttft(view, i):
+    """Predicted seconds from now to the request's first token on replica ``i``.
+
+    First come, first served: the queued prompts and then its own are prefilled in chunks of the
+    token budget less one token per answering request. When batch slots or KV memory run out, so
+    large a share of the answering requests must end first, each after ``predicted_output`` tokens.
+    """
+    replica, cost, request = view.replicas[i], view.costs[i], view.request
+    decodes = min(replica["in_flight"] - replica["queued"], replica["batch_cap"])
+    chunk = max(1, replica["token_budget"] - decodes)
+    work = max(1, pending_uncached(view, i))
+    full = work // chunk
+    rest = work - full * chunk
+    ms = full * token_ms(cost, float(decodes + chunk))
+    if rest > 0:
+        ms += token_ms(cost, float(decodes + rest))
+    iterations = full + (rest > 0)
+    ms += iterations * cost["per_context_ms"] * replica["context_tokens"]
+    ms += cost["per_prefill_ms"] * _prefill_work(view, i)
+    if decodes > 0:
+        slots = (replica["in_flight"] + 1 - replica["batch_cap"]) / decodes
+        missing = in_flight_tokens(replica) + request["prompt_tokens"] - replica["capacity_tokens"]
+        share = max(0.0, slots, missing / max(1.0, float(replica["context_tokens"])))
+        decode_ms = token_ms(cost, float(decodes))
+        decode_ms += cost["per_context_ms"] * replica["context_tokens"]
+        ms += share * request["predicted_output"] * decode_ms
+    return ms / replica["speed"] * 1e-3
+
+
+@jit
+def _prefill_work(view, i):
+    """Sum of chunk*(context + chunk/2) over all pending chunks, however they are cut.
+
+    A prompt of P tokens of which c are cached comes to (P*P - c*c)/2. Of the queued prompts only
+    the sums are known, so they count as equally long.
+    """
+    replica = view.replicas[i]
+    prompt = float(view.request["prompt_tokens"])
+    cached = float(replica["cached_tokens"])
+    work = 0.5 * (prompt * prompt - cached * cached)
+    if replica["queued"] > 0:
+        tokens = float(replica["queued_tokens"])
+        cached = tokens - replica["queued_uncached"]
+        work += 0.5 * (tokens * tokens - cached * cached) / replica["queued"]
+    return work
+
+
+@jit
+def least_predicted_ttft(view, _params, scores):
+    """Earliest predicted first token."""
+    for i in range(scores.size):
+        scores[i] = predicted_ttft(view, i)

@@ -1,0 +1,113 @@
+"""Quantities several rules share, over the available replicas where they compare them.
+
+Without a metrics snapshot (``metrics_at`` is NEVER) every load falls back to the router's own
+ledger: a silent zero would make an unknown replica look idle.
+"""
+
+import math
+
+import numpy as np
+
+from tailrace.compiled import jit
+from tailrace.policy.view import NEVER, RECENT_WORK_S
+
+
+@jit
+def has_metrics(replica):
+    """Whether there is a metrics snapshot of this replica at all."""
+    return replica["metrics_at"] > NEVER
+
+
+@jit
+def waiting(replica):
+    """Requests in the server's queue by its last snapshot, else those without a token yet."""
+    return replica["waiting"] if has_metrics(replica) else replica["queued"]
+
+
+@jit
+def waiting_now(replica):
+    """The same, plus the requests sent since the snapshot."""
+    if has_metrics(replica):
+        return replica["waiting"] + replica["sent_requests"]
+    return replica["queued"]
+
+
+@jit
+def running(replica):
+    """Requests in the server's batch by its last snapshot, else those that are answering."""
+    if has_metrics(replica):
+        return replica["running"]
+    return replica["in_flight"] - replica["queued"]
+
+
+@jit
+def kv_used(replica):
+    """Share of KV memory held by requests by the last snapshot, else by the ledger, 0..1."""
+    if has_metrics(replica):
+        return replica["kv_used"]
+    return min(1.0, in_flight_tokens(replica) / max(1.0, float(replica["capacity_tokens"])))
+
+
+@jit
+def in_flight_tokens(replica):
+    """Tokens of all requests in flight: prompts of the queued, prompt and answer of the others."""
+    return replica["queued_tokens"] + replica["context_tokens"]
+
+
+@jit
+def uncached(view, i):
+    """Prompt tokens of the request that replica ``i`` would have to compute."""
+    return view.request["prompt_tokens"] - view.replicas[i]["cached_tokens"]
+
+
+@jit
+def pending_uncached(view, i):
+    """Prompt tokens to compute before the request's first token: the queued ones' and its own."""
+    return view.replicas[i]["queued_uncached"] + uncached(view, i)
+
+
+@jit
+def matched_share(view, i):
+    """Share of the prompt that replica ``i`` has cached, 0..1."""
+    return view.replicas[i]["cached_tokens"] / max(1.0, float(view.request["prompt_tokens"]))
+
+
+@jit
+def recent_work(view, i):
+    """Uncached prompt tokens sent to replica ``i``, faded up to now."""
+    replica = view.replicas[i]
+    age = max(0.0, view.request["now"] - replica["recent_at"])
+    return replica["recent_work"] * math.exp(-age / RECENT_WORK_S)
+
+
+@jit
+def in_flight_range(replicas):
+    """Least and most requests in flight on any available replica; (0, 0) if there is none."""
+    least = np.int64(2**62)
+    most = np.int64(0)
+    for replica in replicas:
+        if replica["available"] != 0:
+            least = min(least, replica["in_flight"])
+            most = max(most, replica["in_flight"])
+    return min(least, most), most
+
+
+@jit
+def in_flight_mean(replicas):
+    """Mean number of requests in flight over the available replicas, and how many these are."""
+    total = 0.0
+    count = 0
+    for replica in replicas:
+        if replica["available"] != 0:
+            total += replica["in_flight"]
+            count += 1
+    return total / max(1, count), count
+
+
+@jit
+def usable_last(view):
+    """The replica of the session's previous request if it is available, else -1."""
+    last = view.request["last_replica"]
+    if 0 <= last < view.replicas.size and view.replicas[last]["available"] != 0:
+        return last
+    return -1

@@ -1,0 +1,230 @@
+"""Time: bring the replicas of a cluster to the next moment at which anything happens to it.
+
+Replicas influence each other only through routing, so between two moments each is advanced on its
+own. What the router hears on the way, first tokens, finished answers and metrics, is entered into
+its ledger.
+"""
+
+import numpy as np
+
+from tailrace.compiled import inlined, jit
+from tailrace.policy import ledger, prefix
+from tailrace.policy.prefix import PrefixIndex
+from tailrace.sim import pending
+from tailrace.sim import server as servers
+from tailrace.sim.kvcache import Content, KvCache
+from tailrace.sim.types import NEWS_FINISHED, NEWS_FIRST_TOKEN
+
+
+@inlined
+def content_of(tables, table):
+    """What the prompts of one table consist of."""
+    return Content(tables.facts[table], tables.run_keys[table], tables.run_tokens[table])
+
+
+@inlined
+def cache_of(fleet, c, r):
+    """Block book-keeping of one replica."""
+    return KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
+
+
+@inlined
+def index_of(fleet, c):
+    """The prefix index of one cluster's router."""
+    return PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])
+
+
+@inlined
+def _advance_replica(fleet, tables, c, r, t):
+    """Bring one replica to time ``t`` (s). False if the batch log is full before that."""
+    cluster = fleet.clusters[c]
+    content = content_of(tables, cluster["table"])
+    server = fleet.servers[c, r]
+    slots = fleet.slots[c, r]
+    phase = fleet.phase[c, r]
+    kv = cache_of(fleet, c, r)
+    requests = fleet.requests[c]
+    cost = fleet.costs[c, r]
+    notices = fleet.notices[c]
+    recording = fleet.batches.shape[1] > 0
+    while True:
+        if recording and cluster["batch_count"] == fleet.batches.shape[1]:
+            return False
+        if recording and server["busy"] and server["until"] <= t:
+            _record_batch(fleet.batches[c], cluster, server, r)
+        happened = servers.step(server, slots, phase, kv, requests, content, cost, t, notices)
+        if happened == servers.NOTHING:
+            break
+        if happened == servers.ENDED:
+            _hear(fleet, tables, c, r)
+    fleet.wake[c, r] = servers.wake_time(server)
+    cluster["stuck"] |= server["stuck"]
+    return True
+
+
+@inlined
+def _record_batch(batches, cluster, server, r):
+    batch = batches[cluster["batch_count"]]
+    batch["replica"] = r
+    batch["start_s"] = server["start"]
+    batch["end_s"] = server["until"]
+    batch["iterations"] = server["steps"]
+    batch["decodes"] = server["n_decodes"] * server["decoding"]
+    batch["prefills"] = server["batched"] - batch["decodes"]
+    batch["tokens"] = server["tokens"]
+    batch["context"] = server["context"] * server["decoding"]
+    batch["prefill_work"] = server["work"]
+    cluster["batch_count"] += 1
+
+
+@inlined
+def _hear(fleet, tables, c, r):
+    """What the router learns from the end of an iteration: first tokens and finished answers."""
+    notices = fleet.notices[c]
+    if notices[0, 0] == 0 and notices[1, 0] == 0:
+        return
+    cluster = fleet.clusters[c]
+    requests = fleet.requests[c]
+    facts = tables.facts[cluster["table"]]
+    view = fleet.replicas_view[c, r]
+    for k in range(1, notices[0, 0] + 1):
+        n = notices[0, k]
+        request = requests[n]
+        ledger.answering(view, facts[n]["prompt"], request["believed"], request["sent"])
+        tell(fleet, c, NEWS_FIRST_TOKEN, r, n, request["first"])
+    for k in range(1, notices[1, 0] + 1):
+        n = notices[1, k]
+        ledger.finished(view, fleet.router[c], facts[n]["output"])
+        tell(fleet, c, NEWS_FINISHED, r, n, requests[n]["done"])
+        if facts[n]["run_count"] > 0 and fleet.servers[c, r]["caching"]:
+            index_content(fleet, tables, c, r, n, facts[n]["output"], requests[n]["done"])
+        settled(fleet, tables, c, n)
+
+
+@inlined
+def tell(fleet, c, kind, r, n, at):
+    """Keep a piece of news for a policy written in Python, if one listens."""
+    if fleet.news.shape[1] == 0:
+        return
+    cluster = fleet.clusters[c]
+    news = fleet.news[c, cluster["news_count"]]
+    news["at"] = at
+    news["kind"] = kind
+    news["replica"] = r
+    news["request"] = n
+    cluster["news_count"] += 1
+
+
+@inlined
+def settled(fleet, tables, c, n):
+    """A request ended, well or badly: its follow-up arrives after the think time."""
+    cluster = fleet.clusters[c]
+    cluster["unsettled"] -= 1
+    facts = tables.facts[cluster["table"]]
+    child = facts[n]["child"]
+    if child >= 0:
+        arrival = fleet.requests[c, n]["done"] + facts[child]["think"]
+        pending.push(fleet.heap[c], cluster, arrival, child)
+
+
+@inlined
+def index_content(fleet, tables, c, r, n, output, now):
+    """Tell the prefix index that a prompt, continued by ``output`` tokens, is on a replica."""
+    table = fleet.clusters[c]["table"]
+    fact = tables.facts[table, n]
+    start = fact["run_start"]
+    count = fact["run_count"]
+    tokens = fleet.run_scratch[c, :count]
+    for k in range(count):
+        tokens[k] = tables.run_tokens[table, start + k]
+    tokens[count - 1] += output
+    keys = tables.run_keys[table, start : start + count]
+    capacity = fleet.replicas_view[c, r]["capacity_tokens"]
+    prefix.insert(index_of(fleet, c), r, keys, tokens, capacity, now)
+
+
+@inlined
+def _advance_all(fleet, tables, c, t):
+    for r in range(fleet.clusters[c]["n_replicas"]):
+        if fleet.wake[c, r] <= t and not _advance_replica(fleet, tables, c, r, t):
+            return False
+    return True
+
+
+@jit
+def _scrape(fleet, c, now):
+    for r in range(fleet.clusters[c]["n_replicas"]):
+        server = fleet.servers[c, r]
+        held = servers.blocks_held(server, fleet.phase[c, r], fleet.costs[c, r], now)
+        ledger.scraped(
+            fleet.replicas_view[c, r],
+            server["queue_len"],
+            server["n_slots"],
+            held / server["num_blocks"],
+            now,
+        )
+
+
+@inlined
+def _next_time(fleet, tables, c):
+    """Time of the next known arrival or cluster event, s; inf: none."""
+    cluster = fleet.clusters[c]
+    table = cluster["table"]
+    t = np.inf
+    if cluster["next_root"] < tables.n_roots[table]:
+        t = tables.facts[table, tables.roots[table, cluster["next_root"]]]["arrival"]
+    if cluster["heap_size"] > 0:
+        t = min(t, fleet.heap[c, 0]["time"])
+    if cluster["next_event"] < tables.events.shape[1]:
+        t = min(t, tables.events[table, cluster["next_event"]]["at"])
+    return t
+
+
+@jit
+def _safe_horizon(clusters, servers_, c):
+    """Up to this time, s, no session can send a turn that is not known yet."""
+    think = clusters[c]["min_think_s"]
+    horizon = np.inf
+    for r in range(clusters[c]["n_replicas"]):
+        server = servers_[c, r]
+        if server["busy"]:
+            horizon = min(horizon, server["until"] + think)
+        elif server["ready_at"] < np.inf:
+            # A batch is formed once time has moved past the moment it is due.
+            horizon = min(horizon, np.nextafter(server["ready_at"], np.inf))
+    return horizon
+
+
+@jit
+def _due_scrape(cluster, t):
+    """Number of the last metrics snapshot due by ``t`` (s) if it is not taken yet; else -1."""
+    interval = cluster["scrape_s"]
+    if interval == 0.0 or interval == np.inf or t == np.inf:
+        return -1
+    count = np.int64(np.floor(t / interval))
+    if count * interval > t:
+        count -= 1
+    return count if count > cluster["scrape_count"] else -1
+
+
+@inlined
+def advance_to_next_time(fleet, tables, c):
+    """Move to the next arrival or event; returns its time in s, inf: the end, NaN: log full."""
+    cluster = fleet.clusters[c]
+    while True:
+        t = _next_time(fleet, tables, c)
+        target = t
+        if cluster["min_think_s"] < np.inf:
+            target = min(t, _safe_horizon(fleet.clusters, fleet.servers, c))
+        count = _due_scrape(cluster, target)
+        if count >= 0:
+            target = count * cluster["scrape_s"]
+        if not _advance_all(fleet, tables, c, target):
+            return np.nan
+        if count >= 0:
+            cluster["scrape_count"] = count
+            _scrape(fleet, c, target)
+        elif target == t:
+            if cluster["scrape_s"] == 0.0 and t < np.inf:
+                _scrape(fleet, c, t)
+            return t

@@ -1,0 +1,146 @@
+"""From a workload's description to a table: arrivals times content, superposed by weight.
+
+A workload is one or more parts; a part has an arrival process and a content model. A mixture is
+nothing but a workload of several parts, so any workloads can be mixed.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.workload.arrivals import ArrivalProcess
+from tailrace.workload.content import Content
+from tailrace.workload.draft import Draft, finish, merge
+from tailrace.workload.lengths import Streams, pick
+from tailrace.workload.table import RequestTable
+
+Floats = NDArray[np.float64]
+
+#: At very high rates the warm-up is shortened to this many starts in all, or to so many per request
+#: asked for, whichever is more, so that the work stays in proportion to the table.
+WARMUP_STARTS = 20_000
+WARMUP_STARTS_PER_REQUEST = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stream of traffic; ``weight`` is its share of the requests."""
+
+    name: str
+    arrivals: ArrivalProcess
+    content: Content
+    weight: float = 1.0
+
+
+@dataclass(frozen=True)
+class WorkloadSpec:
+    """A named workload: what it is, where its figures come from, and how to make it."""
+
+    name: str
+    description: str
+    source: str
+    default_rate_rps: float
+    parts: tuple[Part, ...]
+
+
+def mix(
+    name: str,
+    description: str,
+    source: str,
+    default_rate_rps: float,
+    shares: Mapping[str, float],
+    known: Sequence[WorkloadSpec],
+) -> WorkloadSpec:
+    """Return the mixture of known workloads by their share of the requests."""
+    specs = {spec.name: spec for spec in known}
+    parts = []
+    for part_name, share in shares.items():
+        spec = specs[part_name]
+        total = sum(p.weight for p in spec.parts)
+        parts += [Part(p.name, p.arrivals, p.content, share * p.weight / total) for p in spec.parts]
+    return WorkloadSpec(name, description, source, default_rate_rps, tuple(parts))
+
+
+def compose(
+    spec: WorkloadSpec,
+    requests: int,
+    rate_rps: float,
+    seed: int,
+    process: ArrivalProcess | None = None,
+) -> RequestTable:
+    """Make the first ``requests`` requests of a workload at a total rate.
+
+    With ``process`` all parts together follow that one process instead of their own: it sets the
+    times of single requests and of conversations' and documents' starts.
+    """
+    total = sum(p.weight for p in spec.parts)
+    start_rates = [rate_rps * p.weight / total / p.content.rows_per_start for p in spec.parts]
+    groups: list[_Stream]
+    if process is None:
+        groups = [
+            _Stream(p.arrivals, [p], [rate], requests * p.weight / total, seed)
+            for p, rate in zip(spec.parts, start_rates, strict=True)
+        ]
+    else:
+        groups = [_Stream(process, list(spec.parts), start_rates, requests, seed)]
+    while True:
+        horizon_s = min(group.horizon_s for group in groups)
+        draft = merge([d for group in groups for d in group.drafts])
+        if int((draft.rows["arrival_s"] <= horizon_s).sum()) >= requests:
+            break
+        for group in groups:
+            if group.horizon_s <= 1.2 * horizon_s:
+                group.generate(1.5)
+    table = finish(draft, requests)
+    table.validate()
+    return table
+
+
+class _Stream:
+    """Starts from one arrival process, dealt out to one or more parts, and what they led to.
+
+    Rows that arrive up to ``horizon_s`` are complete: no later start can add to them.
+    """
+
+    def __init__(
+        self,
+        process: ArrivalProcess,
+        parts: list[Part],
+        start_rates: list[float],
+        requests: float,
+        seed: int,
+    ) -> None:
+        self._process = process
+        self._parts = parts
+        self._shares = np.array(start_rates)
+        self._rate_rps = sum(start_rates)
+        self._seed = seed
+        starts = (
+            requests
+            * self._rate_rps
+            / sum(
+                rate * p.content.rows_per_start for p, rate in zip(parts, start_rates, strict=True)
+            )
+        )
+        most = max(WARMUP_STARTS, WARMUP_STARTS_PER_REQUEST * requests)
+        longest_s = most / self._rate_rps
+        self._warmup_s = min(max(p.content.warmup_s for p in parts), longest_s)
+        self._count = int(1.05 * starts + 1.02 * self._warmup_s * self._rate_rps) + 50
+        self.generate(1.0)
+
+    def generate(self, growth: float) -> None:
+        """Make the parts' drafts from ``growth`` times as many starts as before."""
+        self._count = math.ceil(self._count * growth)
+        names = "+".join(p.name for p in self._parts)
+        streams = Streams(self._seed, names)
+        start_s = self._process.times(self._rate_rps, self._count, streams.rng("arrivals"))
+        start_s -= self._warmup_s
+        part = pick(self._shares, streams.rng("part").random(self._count))
+        self.horizon_s = float(start_s[-1])
+        self.drafts: list[Draft] = [
+            p.content.draft(start_s[part == i], Streams(self._seed, p.name))
+            for i, p in enumerate(self._parts)
+        ]

@@ -1,0 +1,130 @@
+"""Files of requests: public trace formats in, our own CSV and Parquet in and out.
+
+The format is found from the content (Parquet's mark, a JSON object, the names in a CSV header) or
+named explicitly. Arrivals must not go backwards. Only Vidur's files may be unsorted, because Vidur
+itself sorts requests by arrival (stably) and its files rely on it; any other unsorted file is
+refused unless ``sort`` is asked for.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from tailrace.errors import TailraceError, unknown_name
+from tailrace.workload import ownfile, public
+from tailrace.workload.draft import reorder
+from tailrace.workload.public import Imported
+from tailrace.workload.sheet import Sheet, header_of, read_parquet, read_text
+from tailrace.workload.table import RequestTable, RowError
+
+AUTO = "auto"
+SUFFIXES = (".csv", ".jsonl", ".json", ".parquet")
+
+_CSV_READERS: dict[str, tuple[Callable[[Sheet], Imported], tuple[str, ...]]] = {
+    # name: reader, columns by which it is known
+    "azure": (public.azure, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")),
+    "vidur": (public.vidur, ("num_prefill_tokens", "num_decode_tokens")),
+    "burstgpt": (public.burstgpt, ("Timestamp", "Request tokens", "Response tokens")),
+    "csv": (ownfile.parse, ownfile.REQUIRED),
+}
+FORMATS = (*_CSV_READERS, "mooncake", "parquet")
+_MAY_BE_UNSORTED = ("vidur",)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A table read from a file, and what happened on the way."""
+
+    table: RequestTable
+    format: str
+    #: Failed requests that were left out.
+    skipped: int
+    #: Whether rows had to be put in order of arrival.
+    was_sorted: bool
+    #: False: the file has lengths only, and all rows arrive at 0.
+    has_arrivals: bool
+    #: Whether the file has latency targets of its own.
+    has_slos: bool
+
+
+def read(path: Path | str, format: str = AUTO, *, sort: bool = False) -> Trace:  # noqa: A002
+    """Read a file of requests; a TailraceError names file, line and column of the first mistake."""
+    path = Path(path)
+    if format not in (AUTO, *FORMATS):
+        raise unknown_name("trace format", format, [AUTO, *FORMATS])
+    try:
+        if path.is_file() and path.stat().st_size == 0:
+            raise TailraceError(f"{path} is empty")
+        found = detect(path) if format == AUTO else format
+        sheet: Sheet | None = None
+        if found == "mooncake":
+            imported = public.mooncake(path)
+        elif found == "parquet":
+            sheet = read_parquet(path)
+            imported = ownfile.parse(sheet)
+        else:
+            sheet = read_text(path)
+            imported = _CSV_READERS[found][0](sheet)
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise TailraceError(f"{path} is not text (UTF-8): {error}") from None
+    table, was_sorted = _in_order(path, found, imported, sheet, sort=sort)
+    has_slos = sheet is not None and "ttft_slo_s" in sheet and "tpot_slo_s" in sheet
+    return Trace(table, found, imported.skipped, was_sorted, imported.has_arrivals, has_slos)
+
+
+def write(table: RequestTable, path: Path | str) -> None:
+    """Write a table to a .csv or .parquet file; the file appears whole or not at all."""
+    ownfile.write(table, Path(path))
+
+
+def detect(path: Path) -> str:
+    """Return the format of a file, from its content."""
+    with path.open("rb") as file:
+        start = file.read(4096)
+    if start.startswith(b"PAR1"):
+        return "parquet"
+    if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        return "mooncake"
+    header = header_of(path)
+    for name, (_, columns) in _CSV_READERS.items():
+        if all(column in header for column in columns):
+            return name
+    raise TailraceError(
+        f"{path} has the columns {', '.join(header)[:200]}; known formats: "
+        + "; ".join(f"{name} ({', '.join(columns)})" for name, (_, columns) in _CSV_READERS.items())
+    )
+
+
+def _in_order(
+    path: Path, found: str, imported: Imported, sheet: Sheet | None, *, sort: bool
+) -> tuple[RequestTable, bool]:
+    """Check the table and its order; return it sorted, and whether that changed anything."""
+    table = imported.table
+
+    def where(row: int) -> str:
+        source = int(imported.source_row[row])
+        return f"line {source}" if sheet is None else sheet.where(source)
+
+    arrival_s = table.rows["arrival_s"]
+    backwards = np.diff(arrival_s) < 0
+    was_sorted = bool(backwards.any())
+    if was_sorted:
+        if not (sort or found in _MAY_BE_UNSORTED):
+            row = int(np.argmax(backwards)) + 1
+            raise TailraceError(
+                f"{path}, {where(row)}: arrives before the request above it; "
+                "sort the file by arrival, or read it with sort=True"
+            )
+        table = reorder(table, np.argsort(arrival_s, kind="stable"))
+    if found not in ("csv", "parquet"):
+        table.rows["arrival_s"] -= table.rows["arrival_s"][0]
+    try:
+        table.validate()
+    except RowError as error:
+        place = f"request {error.row}" if was_sorted else where(error.row)
+        raise TailraceError(f"{path}, {place}: {error.what}") from None
+    return table, was_sorted

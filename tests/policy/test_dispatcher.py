@@ -1,0 +1,100 @@
+"""The table of rules and the compiled function that reaches them must say the same."""
+
+import ast
+import inspect
+import re
+import textwrap
+import time
+
+import numba
+import numpy as np
+import pytest
+
+from policy.views import CALLABLE, make_view
+from tailrace.compiled import jit
+from tailrace.policy import rules
+from tailrace.policy.choose import choose
+from tailrace.policy.rules import RULES, Rule, score
+from tailrace.policy.view import View
+
+each_rule = pytest.mark.parametrize("rule", CALLABLE, ids=lambda rule: rule.name)
+
+
+def branches() -> list[tuple[int, str]]:
+    """All (code, function called) of the if-chain in ``score``."""
+    source = inspect.getsource(getattr(score, "py_func", score))
+    node = ast.parse(textwrap.dedent(source)).body[0].body[1]
+    found = []
+    while isinstance(node, ast.If):
+        assert ast.unparse(node.test).startswith("code == ")
+        call = node.body[0].value
+        assert [ast.unparse(arg) for arg in call.args] == ["view", "params", "scores"]
+        found.append((node.test.comparators[0].value, call.func.id))
+        node = node.orelse[0]
+    return found
+
+
+def test_chain_and_table_agree() -> None:
+    assert branches() == [(rule.code, rule.name) for rule in CALLABLE]
+    assert [rule.code for rule in RULES] == list(range(len(RULES)))
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    in_engine = {rule.name: rule.code for rule in RULES if rule.in_engine}
+    assert in_engine == {"lookahead": 23, "lookahead_oracle": 24}  # the engine knows these numbers
+
+
+@each_rule
+def test_parameters_are_unpacked_in_the_order_of_the_table(rule: Rule) -> None:
+    function = getattr(rules, rule.name)
+    source = inspect.getsource(getattr(function, "py_func", function))
+    unpacked = re.findall(r"^    (\w+) = params\[(\d+)\]$", source, re.MULTILINE)
+    assert unpacked == [(name, str(k)) for k, name in enumerate(rule.params)]
+    assert source.count("params[") == len(unpacked)
+
+
+def test_every_rule_is_described() -> None:
+    for rule in RULES:
+        assert rule.source
+        assert rule.rule_text
+        for name in rule.params:
+            assert name in rule.rule_text, f"{rule.name} does not say what {name} does"
+
+
+def test_vector_keeps_the_order_and_takes_changes() -> None:
+    rule = next(rule for rule in RULES if rule.name == "cache_aware")
+    assert rule.vector().tolist() == [64.0, 1.5, 0.3]
+    assert rule.vector({"match_rate": 0.9, "load_gap": 1.0}).tolist() == [1.0, 1.5, 0.9]
+
+
+@pytest.mark.parametrize("code", [-1, len(CALLABLE), len(RULES)])
+def test_an_unknown_code_is_an_error(code: int) -> None:
+    with pytest.raises(ValueError, match="no rule of this code"):
+        score(code, make_view(), np.zeros(0), np.zeros(3))
+
+
+@jit
+def decide(code, request, replicas, costs, router, params, scores, count):
+    """Make ``count`` decisions, each of which changes the view a little."""
+    total = 0
+    for k in range(count):
+        request[0]["prefix_hash"] = np.uint64(k)
+        score(code, View(request[0], replicas, costs, router[0]), params, scores)
+        total += choose(scores, replicas, router[0], False)
+        replicas[k % replicas.size]["in_flight"] = k % 40
+    return total
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="measures compiled code")
+@each_rule
+def test_makes_well_over_100_000_decisions_per_second(rule: Rule) -> None:
+    view = make_view(4, queued_uncached=[900, 0, 400, 10], cached_tokens=[0, 320, 640, 0])
+    replicas = view.replicas.copy()
+    request = np.array([view.request])
+    router = np.array([view.router])
+    arguments = (request, replicas, view.costs, router, rule.vector(), np.zeros(4))
+    decide(rule.code, *arguments, 1)
+    fastest = np.inf
+    for _ in range(5):  # the machine may be busy with something else
+        start = time.perf_counter()
+        decide(rule.code, *arguments, 2000)
+        fastest = min(fastest, time.perf_counter() - start)
+    assert 2000 / fastest > 100_000

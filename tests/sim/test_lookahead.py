@@ -1,0 +1,93 @@
+"""The look-ahead's scores against brute force, and against the rules it is to beat."""
+
+import numpy as np
+import pytest
+
+from tailrace.config import Cluster, Replica, Router
+from tailrace.policy import registry
+from tailrace.policy.rules import RULES
+from tailrace.sim import engine as kernel
+from tailrace.sim import lookahead
+from tailrace.sim.simulator import Simulation, simulate
+from tailrace.workload import library
+from tailrace.workload.table import RequestTable
+
+
+def total_cost(result, rows: int) -> float:  # type: ignore[no-untyped-def]
+    """Composite cost in s of the first ``rows`` requests."""
+    requests = result.requests[:rows]
+    ttft = requests["first_token_s"] - requests["arrived_s"]
+    e2e = requests["finished_s"] - requests["arrived_s"]
+    late = np.maximum(ttft - result.table.rows["ttft_slo_s"][:rows], 0)
+    return float((0.2 * e2e + ttft + 2 * late).sum())
+
+
+def test_rule_codes_match_the_table():
+    codes = {rule.name: rule.code for rule in RULES}
+    assert codes["lookahead"] == lookahead.LOOKAHEAD
+    assert codes["lookahead_oracle"] == lookahead.LOOKAHEAD_ORACLE
+    assert max(codes.values()) == lookahead.LOOKAHEAD_ORACLE
+
+
+@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
+@pytest.mark.parametrize("blocks", [30_208, 420])
+def test_oracle_scores_are_the_true_increase_of_cost(scheduler, blocks):
+    """With no arrivals to come, trying each replica for real must give the same difference."""
+    whole = library.make("chat", 40, 30.0, seed=11)
+    keep = whole.rows["prompt_tokens"] + whole.rows["output_tokens"] < 4000
+    rows = whole.rows[keep][:25]
+    table, before = RequestTable(rows, whole.runs), RequestTable(rows[:-1], whole.runs)
+    replica = Replica(
+        scheduler=scheduler, num_blocks=blocks, prefix_caching=False, max_batch_tokens=8192
+    )
+    cluster = Cluster(replicas=(replica.model_copy(update={"count": 2}), replica))
+    assigned = np.arange(len(rows)) % 3
+    simulation = Simulation(cluster, table, lookahead=True)
+    for r in assigned[:-1]:
+        simulation.next_decision()
+        simulation.assign(int(r))
+    simulation.next_decision()
+    rule = registry.get("lookahead_oracle")
+    fleet, tables = simulation._fleet, simulation._tables
+    kernel.choice(fleet, tables, 0, rule.rule.code, rule.params, False)
+    scores = fleet.scores[0].copy()
+    without = Simulation(cluster, before)
+    without.replay(assigned[:-1])
+    base = total_cost(without.result(), len(rows) - 1)
+    for r in range(3):
+        trial = simulation.copy()
+        trial.assign(r)
+        trial.run(rule)
+        assert scores[r] == pytest.approx(total_cost(trial.result(), len(rows)) - base, abs=1e-6)
+
+
+def test_looking_ahead_leaves_the_cluster_as_it_was():
+    table = library.make("sessions-hot", 120, 30.0, seed=3)
+    cluster = Cluster(replicas=(Replica(count=3, num_blocks=900),))
+    simulation = Simulation(cluster, table, lookahead=True)
+    for k in range(60):
+        simulation.next_decision()
+        simulation.assign(k % 3)
+    simulation.next_decision()
+    twin = simulation.copy()
+    rule = registry.get("lookahead")
+    fleet, tables = simulation._fleet, simulation._tables
+    kernel.choice(fleet, tables, 0, rule.rule.code, rule.params, False)
+    for each in (simulation, twin):
+        each.assign(1)
+        each.run(registry.get("round_robin"))
+    assert simulation.result().requests.tobytes() == twin.result().requests.tobytes()
+
+
+@pytest.mark.parametrize("workload", ["chat", "sessions-hot"])
+def test_looking_ahead_beats_the_rules_on_its_own_cost(workload):
+    table = library.make(workload, 3000, 18.0, seed=21)
+    cluster = Cluster(replicas=(Replica(count=2), Replica(count=2, speed=0.5)))
+    router = Router(staleness_s=0.5)
+    cost = {
+        policy: total_cost(simulate(cluster, table, policy, router=router), len(table))
+        for policy in ("lookahead", "lookahead_oracle", "least_outstanding", "round_robin")
+    }
+    assert cost["lookahead"] < 0.9 * cost["least_outstanding"]
+    assert cost["lookahead"] < 0.9 * cost["round_robin"]
+    assert cost["lookahead_oracle"] < 0.9 * cost["least_outstanding"]

@@ -193,9 +193,12 @@ def _look_up_prefix(fleet, tables, c, r, n):
     fact = tables.facts[table, n]
     replica = fleet.replicas_view[c, r]
     replica["cached_tokens"] = 0
-    if fact["run_count"] == 0 or not fleet.servers[c, r]["caching"]:
+    if not fleet.servers[c, r]["caching"]:
         return
     index = clock.index_of(fleet, c)
+    replica["index_tokens"] = prefix.held_tokens(index, r)
+    if fact["run_count"] == 0:
+        return
     start = fact["run_start"]
     keys = tables.run_keys[table, start : start + fact["run_count"]]
     tokens = tables.run_tokens[table, start : start + fact["run_count"]]
@@ -204,7 +207,6 @@ def _look_up_prefix(fleet, tables, c, r, n):
     # At least one token has to be computed to get an answer.
     computable = (fact["prompt"] - 1) // size * size
     replica["cached_tokens"] = min(matched // size * size, computable)
-    replica["index_tokens"] = prefix.held_tokens(index, r)
 
 
 @inlined

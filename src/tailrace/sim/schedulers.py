@@ -5,7 +5,9 @@ Each ``_form_*`` function fills the slots' chunks, books blocks and sets ``token
 part, a whole stretch of equal iterations up to the next moment at which anything can change.
 """
 
-from tailrace.compiled import jit
+import numpy as np
+
+from tailrace.compiled import inlined, jit
 from tailrace.sim import batching, kvcache
 from tailrace.sim.batching import ceil_div
 from tailrace.sim.cost import iteration_s, token_ms
@@ -20,17 +22,20 @@ from tailrace.sim.types import (
 )
 
 
-@jit
+@inlined
 def form(server, slots, phase, kv, requests, content, cost, now):
     """Begin the next iteration at ``now`` (s). False if there is none to begin."""
     preemptions = server["preemptions"]
-    if not _form_batch(server, slots, phase, kv, requests, content, now):
-        # Everyone was evicted. The queue can be served at once; Vidur waits for the next arrival.
-        again = server["preemptions"] > preemptions and not server["compat"]
-        if not (again and _form_batch(server, slots, phase, kv, requests, content, now)):
-            server["ready_at"] = float("inf")
-            server["stuck"] = server["queue_len"] > 0 and not server["compat"]
-            return False
+    server["tokens"] = 0
+    for _ in range(2):
+        _form_batch(server, slots, phase, kv, requests, content, now)
+        # If everyone was evicted, the queue can be served at once; Vidur waits for an arrival.
+        if server["tokens"] > 0 or server["preemptions"] == preemptions or server["compat"]:
+            break
+    if server["tokens"] == 0:
+        server["ready_at"] = np.inf
+        server["stuck"] = server["queue_len"] > 0 and not server["compat"]
+        return False
     server["busy"] = 1
     server["start"] = now
     server["steps"] = 1
@@ -43,7 +48,7 @@ def form(server, slots, phase, kv, requests, content, cost, now):
     return True
 
 
-@jit
+@inlined
 def _form_batch(server, slots, phase, kv, requests, content, now):
     server["tokens"] = 0
     server["work"] = 0.0
@@ -56,7 +61,6 @@ def _form_batch(server, slots, phase, kv, requests, content, now):
         _form_vllm(server, slots, phase, kv, requests, content, now)
     else:
         _form_vllm_v1(server, slots, phase, kv, requests, content, now)
-    return server["tokens"] > 0
 
 
 @jit

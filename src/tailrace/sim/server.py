@@ -7,14 +7,14 @@ formed. So all arrivals of one instant are queued before a batch is formed at th
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inlined, jit
 from tailrace.sim import batching, kvcache, schedulers
 from tailrace.sim.types import LOST, NOT_ARRIVED, SLOT_REQUEST, WAITING
 
 NOTHING, FORMED, ENDED = 0, 1, 2
 
 
-@jit
+@inlined
 def step(server, slots, phase, kv, requests, content, cost, t, notices):
     """Make one transition if one is due; returns what happened. News go to ``notices``."""
     if server["busy"]:
@@ -29,7 +29,7 @@ def step(server, slots, phase, kv, requests, content, cost, t, notices):
     return NOTHING
 
 
-@jit
+@inlined
 def _end_iteration(server, slots, phase, kv, requests, notices):
     notices[0, 0] = 0
     notices[1, 0] = 0

@@ -70,7 +70,7 @@ class ReferenceEngine:
             dispatcher = PolicyDispatcher(policy, self.table, self.replicas, self.router, self.seed)
         elif dispatcher is None:
             raise TailraceError("a run needs a policy, recorded replicas or a dispatcher")
-        return Simulation(self, dispatcher, record_batches).run()
+        return ReferenceRun(self, dispatcher, record_batches).run()
 
     def _recorded(self, replicas: NDArray[np.integer] | Sequence[int]) -> Recorded:
         if len(replicas) != len(self.table):
@@ -82,7 +82,7 @@ class ReferenceEngine:
         return Recorded(replicas)
 
 
-class Simulation:
+class ReferenceRun:
     """The changing state of one run."""
 
     def __init__(
@@ -135,10 +135,11 @@ class Simulation:
         self.dispatcher.ended(now)
         while self._events and self._events[0].at_s == now:
             self._apply(self._events.pop(0), now)
+        arrivals = self._take_arrivals(now)
         if self._held_back and any(server.available for server in self.servers):
-            homeless, self._held_back = sorted(self._held_back), []
-            self._route(homeless, now)
-        self._route(self._take_arrivals(now), now)
+            arrivals += self._held_back
+            self._held_back = []
+        self._route(sorted(arrivals), now)
         for server in self.servers:
             for batch in server.form_batches(now):
                 self._begin_batch(server, batch, now)
@@ -179,6 +180,8 @@ class Simulation:
             return
         requests = [self._new_request(request_id, now) for request_id in request_ids]
         for request, replica in zip(requests, self.dispatcher.route(now, requests), strict=True):
+            if not 0 <= replica < len(self.servers):
+                raise TailraceError(f"request {request.id} was sent to replica {replica}")
             self.decisions += 1
             result = self.results[request.id]
             result["replica"] = replica

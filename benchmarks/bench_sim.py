@@ -4,8 +4,8 @@
 
 The reference run is 4 replicas, sarathi, chat lengths, 80 % load, round_robin. Rates are per CPU
 second of one process, so that other work on the machine matters little; each is the best of a few
-repetitions on the same requests. With an interpreter that has the real ``vidur`` package (by default
-.venv-vidur/bin/python, if it is there) the very same requests are run through Vidur in this run.
+repetitions on the same requests. With an interpreter that has the real ``vidur`` package (by
+default .venv-vidur/bin/python, if it is there) the very same requests go through Vidur too.
 """
 
 import argparse
@@ -42,7 +42,7 @@ say = Console(stderr=True).log
 
 def cluster(replicas: int, scheduler: str = "sarathi", caching: bool = False) -> Cluster:
     """Equal reference replicas."""
-    kind = Replica(count=replicas, scheduler=scheduler, prefix_caching=caching)  # type: ignore[arg-type]
+    kind = Replica(count=replicas, scheduler=scheduler, prefix_caching=caching)
     return Cluster(replicas=(kind,))
 
 
@@ -105,7 +105,7 @@ def scaling(requests: int) -> dict[str, dict[str, float]]:
 
 
 def decisions(requests: int) -> dict[str, float]:
-    """Decisions per second of each policy, simulation included, on 4 replicas with prefix caching off."""
+    """Decisions per second of each policy on 4 replicas, simulation included."""
     table = chat(requests, 4, 0.8)
     few = chat(max(requests // 20, 1000), 4, 0.8)
     return {
@@ -128,19 +128,32 @@ def in_child(statement: str, **environment: str) -> dict[str, Any]:
 
 
 def long_run(requests: int) -> dict[str, float]:
-    """One run from making the requests to the result: CPU microseconds per request, peak memory."""
+    """One run, from making the requests to the result: CPU microseconds per request, peak memory."""
     simulate(cluster(4), chat(100, 4, 0.8), "round_robin")
-    begin = time.process_time()
+    marks = [time.process_time()]
     table = chat(requests, 4, 0.8)
-    result = simulate(cluster(4), table, "round_robin")
-    seconds = time.process_time() - begin
+    marks.append(time.process_time())
+    simulation = Simulation(cluster(4), table)
+    simulation.look_only_at(metrics=False, prefix=False, context=False)
+    marks.append(time.process_time())
+    simulation.run(registry.get("round_robin"))
+    marks.append(time.process_time())
+    result = simulation.result()
+    marks.append(time.process_time())
     assert (result.requests["finished_s"] > 0).all()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return {"requests": requests, "us_per_request": seconds / requests * 1e6, "peak_mb": peak}
+    making, set_up, simulating, collecting = np.diff(marks) / requests * 1e6
+    return {
+        "requests": requests,
+        "us_per_request": float(simulating),
+        "making_us": float(making),
+        "set_up_us": float(set_up),
+        "collecting_us": float(collecting),
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
 
 
 def memory() -> list[dict[str, Any]]:
-    """Cost per request and peak memory from ten thousand to a million requests, each in a process."""
+    """Cost per request and peak memory for growing runs, each in a process of its own."""
     sizes = (10_000, 100_000, 1_000_000)
     return [in_child(f"print(json.dumps(bench_sim.long_run({n})))") for n in sizes]
 
@@ -174,8 +187,11 @@ def vidur(python: Path, requests: int) -> dict[str, Any]:
         peer: dict[str, Any] = json.loads(done.stdout)
         times = np.genfromtxt(out, delimiter=",", names=True)
     ours = simulate(cluster(4), table, "round_robin").requests
-    pairs = (("scheduled_at", "scheduled_s"), ("first_token_at", "first_token_s"))
-    pairs += (("completed_at", "finished_s"),)
+    pairs = (
+        ("scheduled_at", "scheduled_s"),
+        ("first_token_at", "first_token_s"),
+        ("completed_at", "finished_s"),
+    )
     peer["max_diff_s"] = float(max(np.abs(times[a] - ours[b]).max() for a, b in pairs))
     peer["tailrace_requests_per_cpu_s"] = requests_per_s(table, cluster(4), repeat=20)
     return peer

@@ -1,0 +1,1 @@
+"""Running scenarios and judging them: metrics, comparisons, capacity."""

@@ -241,11 +241,3 @@ def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine
         fleet.costs[c, r], view["token_budget"], replica.speed
     )
     view["metrics_at"] = NEVER
-
-
-def resolved(cluster: Cluster) -> list[Replica]:
-    """One entry per replica, with the cost model and KV memory of its preset filled in."""
-    return [
-        r.model_copy(update={"cost": cost_of(r), "num_blocks": num_blocks_of(r)})
-        for r in cluster.expanded()
-    ]

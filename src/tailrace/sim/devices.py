@@ -7,7 +7,7 @@ profiles do not give is derived from data-sheet figures by the three formulas be
 
 from dataclasses import dataclass
 
-from tailrace.config import CostModel, Replica
+from tailrace.config import Cluster, CostModel, Replica
 from tailrace.errors import unknown_name
 
 #: Tokens per block in which ``Device.num_blocks`` counts.
@@ -214,3 +214,11 @@ def num_blocks_of(replica: Replica) -> int:
     if replica.num_blocks is not None:
         return replica.num_blocks
     return get(replica.device).kv_tokens // replica.block_size
+
+
+def resolved(cluster: Cluster) -> list[Replica]:
+    """One entry per replica of a cluster, with cost model and KV memory filled in."""
+    return [
+        replica.model_copy(update={"cost": cost_of(replica), "num_blocks": num_blocks_of(replica)})
+        for replica in cluster.expanded()
+    ]

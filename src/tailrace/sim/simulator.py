@@ -12,9 +12,10 @@ from tailrace.policy.base import BuiltinPolicy, Policy, checked_scores
 from tailrace.policy.choose import choose
 from tailrace.policy.view import View
 from tailrace.sim import engine as kernel
-from tailrace.sim.build import build_fleet, build_tables, resolved, why_not_compiled
+from tailrace.sim.build import build_fleet, build_tables, why_not_compiled
+from tailrace.sim.devices import resolved
+from tailrace.sim.limits import check_cluster, check_requests
 from tailrace.sim.reference import ReferenceEngine
-from tailrace.sim.reference.limits import check_cluster, check_requests
 from tailrace.sim.result import FAILED, FINISHED, PENDING, REPLICA_RESULT, REQUEST_RESULT, SimResult
 from tailrace.sim.types import (
     DONE,

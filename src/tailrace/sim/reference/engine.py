@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Cluster, Engine, Event, Replica, Router
+from tailrace.config import Cluster, Engine, Event, Router
 from tailrace.errors import TailraceError
 from tailrace.policy.base import Policy
-from tailrace.sim.devices import cost_of, num_blocks_of
+from tailrace.sim.devices import resolved
+from tailrace.sim.limits import check_cluster, check_requests
 from tailrace.sim.reference.content import Content
 from tailrace.sim.reference.dispatch import Dispatcher, Recorded
-from tailrace.sim.reference.limits import check_cluster, check_requests
 from tailrace.sim.reference.request import Batch, Request
 from tailrace.sim.reference.routing import PolicyDispatcher
 from tailrace.sim.reference.server import NEVER_S, Server, batch_rows
@@ -50,7 +50,7 @@ class ReferenceEngine:
         self.engine = engine or Engine()
         self.events = sorted(events, key=lambda event: event.at_s)
         self.seed = seed
-        self.replicas = [_resolved(replica) for replica in cluster.expanded()]
+        self.replicas = resolved(cluster)
         check_cluster(self.replicas, self.events)
         if not self.engine.vidur_compat:
             check_requests(self.replicas, table)
@@ -265,10 +265,3 @@ class ReferenceRun:
                         f"replica {server.number} cannot form a batch for request {request.id}"
                     )
                 self.results["restarts"][request.id] += request.restarts
-
-
-def _resolved(replica: Replica) -> Replica:
-    """The replica with the cost model and KV memory of its preset, where it has none of its own."""
-    return replica.model_copy(
-        update={"cost": cost_of(replica), "num_blocks": num_blocks_of(replica)}
-    )

@@ -1,0 +1,64 @@
+# Every target sets up .venv by itself. `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := src tests benchmarks
+# Two workers: the reference machine has two cores. `make test WORKERS=8` elsewhere.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest
+FOLDER ?= tests/data/parity
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check format lint types test-interpreted test-bounds coverage bench parity clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
+
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "$(PYTHON) is not there; install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Tailrace needs Python 3.11 or newer, $(PYTHON) is $$($(PYTHON) -V 2>&1); name another: make PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## compare all built-in routers on four replicas
+	$(BIN)/tailrace compare --scenario demo
+
+test: $(STAMP) ## run the tests
+	$(PYTEST) -n $(WORKERS)
+
+check: format lint types test ## format, lint, types and tests
+
+format: $(STAMP)
+	$(BIN)/ruff format --check $(SOURCES)
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+test-interpreted: $(STAMP) ## the tests small enough to run without the compiler, with coverage
+	NUMBA_DISABLE_JIT=1 $(PYTEST) -n $(WORKERS) -m "not compiled" --cov --cov-report=term:skip-covered
+
+test-bounds: $(STAMP) ## the tests with bounds checks in compiled code (own compile cache)
+	NUMBA_BOUNDSCHECK=1 $(PYTEST) -n $(WORKERS)
+
+coverage: $(STAMP) ## coverage of the whole suite: once compiled, once interpreted
+	$(PYTEST) -n $(WORKERS) --cov --cov-report=
+	NUMBA_DISABLE_JIT=1 $(PYTEST) -n $(WORKERS) -m "not compiled" --cov --cov-append \
+	  --cov-report=term:skip-covered --cov-fail-under=90
+
+bench: $(STAMP) ## measure the speed of the simulator
+	$(BIN)/python benchmarks/bench_sim.py
+
+parity: $(STAMP) ## replay reference runs of Vidur: make parity FOLDER=path
+	$(BIN)/python benchmarks/vidur_parity.py $(FOLDER)
+
+clean: ## remove everything that make made, .venv included
+	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,143 @@
+"""``tailrace capacity``: the highest load a cluster holds within an SLO."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tailrace import scenario as scenarios
+from tailrace.cli import console, names
+from tailrace.cli.options import (
+    SectionedCommand,
+    SectionOption,
+    json_option,
+    quiet_option,
+    scenario_options,
+    take_scenario,
+)
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+
+if TYPE_CHECKING:
+    from tailrace.evaluate.capacity import Objective
+
+_SLO = "Objectives (all must hold; default: --attainment 0.99)"
+_SECONDS: dict[str, Any] = {
+    "type": float,
+    "metavar": "SECONDS",
+    "cls": SectionOption,
+    "section": _SLO,
+}
+
+
+@click.command("capacity", cls=SectionedCommand)
+@scenario_options
+@click.option(
+    "-p", "--policy", default="load_aware", show_default=True, cls=SectionOption,
+    shell_complete=names.policies, help="Router (see `tailrace policies`).",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, cls=SectionOption,
+    help="Seed of traffic and ties in the search.",
+)  # fmt: skip
+@click.option(
+    "--saturation", is_flag=True, cls=SectionOption,
+    help="Measure the saturation throughput instead, to which `load` refers.",
+)  # fmt: skip
+@click.option(
+    "--write", is_flag=True, cls=SectionOption,
+    help="With --saturation: store it in the scenario's file.",
+)  # fmt: skip
+@click.option(
+    "--tolerance", type=click.FloatRange(1e-4, 0.5), default=0.01, show_default=True,
+    cls=SectionOption, help="Relative precision of the search.",
+)  # fmt: skip
+@click.option(
+    "--attainment", type=float, metavar="SHARE", cls=SectionOption, section=_SLO,
+    help="Least share of requests that meet both of their targets.",
+)  # fmt: skip
+@click.option("--ttft-p99-s", help="Most for the P99 of the time to first token.", **_SECONDS)
+@click.option("--tpot-p99-s", help="Most for the P99 of the time per output token.", **_SECONDS)
+@click.option("--e2e-p99-s", help="Most for the P99 of the end-to-end time.", **_SECONDS)
+@click.option(
+    "--scheduling-delay-p99-s", help="Most for the P99 of the scheduling delay.", **_SECONDS
+)
+@json_option
+@quiet_option
+def command(
+    policy: str,
+    seed: int,
+    saturation: bool,
+    write: bool,
+    tolerance: float,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Find the highest load a cluster holds within an SLO."""
+    source = settings.get("config") or settings.get("scenario")
+    scenario = take_scenario(settings)
+    if write and not saturation:
+        raise TailraceError("--write stores the saturation throughput; give --saturation with it")
+    show = not (as_json or quiet)
+    if saturation:
+        target = _own_file(source, scenario) if write else None
+        _saturation(scenario, target, as_json=as_json, show=show)
+        return
+    from tailrace.evaluate.capacity import max_load
+    from tailrace.output.tables import print_max_load
+
+    objectives = _objectives(settings)
+    with console.progress("searching", enabled=show) as update:
+        steps = iter(range(1, 1_000_000))
+        found = max_load(
+            scenario,
+            policy,
+            objectives,
+            seed=seed,
+            tolerance=tolerance,
+            progress=lambda _: update(next(steps)),
+        )
+    if as_json:
+        console.print_json(found)
+    else:
+        print_max_load(console.stdout(), found)
+
+
+def _objectives(given: dict[str, Any]) -> "tuple[Objective, ...]":
+    from tailrace.evaluate.capacity import OBJECTIVES, Objective
+
+    limits = [(kind, given[kind]) for kind in OBJECTIVES if given[kind] is not None]
+    return tuple(Objective(kind, limit) for kind, limit in limits or [("attainment", 0.99)])
+
+
+def _own_file(source: str | Path | None, scenario: Scenario) -> Path:
+    """Return the file to store the capacity in; it must describe this very cluster and traffic."""
+    if source is None:
+        raise TailraceError("--write needs the --scenario or --config whose file to write to")
+    path = scenarios.find(source) if isinstance(source, str) else source
+    if not scenarios.same_capacity(scenarios.load(path), scenario):
+        raise TailraceError(
+            f"{path} describes another cluster or traffic than the options; "
+            "write its capacity without them"
+        )
+    return path
+
+
+def _saturation(scenario: Scenario, path: Path | None, *, as_json: bool, show: bool) -> None:
+    from tailrace.evaluate.capacity import saturation_rps
+
+    with console.progress("measuring", enabled=show):
+        measured = saturation_rps(scenario)
+    if path is not None:
+        scenarios.write_capacity(path, measured)
+    if as_json:
+        console.print_json({"saturation_rps": measured, "written_to": path})
+        return
+    size = scenario.cluster.size
+    click.echo(
+        f"{measured:.4g} requests/s ({measured / size:.3g} per replica) with "
+        f"{scenario.workload.name} on {size} replica{'s' * (size > 1)}"
+    )
+    if path is not None:
+        click.echo(f"written to {path}")

@@ -1,0 +1,93 @@
+"""``tailrace compare``: many policies on identical arrivals."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tailrace.cli import console, names
+from tailrace.cli.options import (
+    SectionedCommand,
+    SectionOption,
+    json_option,
+    quiet_option,
+    scenario_options,
+    take_scenario,
+    warmup_option,
+)
+from tailrace.seeds import Purpose, seeds
+
+
+@click.command("compare", cls=SectionedCommand)
+@scenario_options
+@click.option(
+    "-p", "--policy", "policies", multiple=True, cls=SectionOption, shell_complete=names.policies,
+    help="Policy to compare; may be repeated. [default: all built-in ones]",
+)  # fmt: skip
+@click.option(
+    "--reference", default="least_outstanding", show_default=True, cls=SectionOption,
+    shell_complete=names.policies, help="Policy the others are set against.",
+)  # fmt: skip
+@click.option(
+    "--seeds", "seed_count", type=click.IntRange(1, 10_000), default=5, show_default=True,
+    cls=SectionOption, metavar="N", help="How many seeds, that is, different traffic.",
+)  # fmt: skip
+@click.option(
+    "--seed", "first_seed", type=click.IntRange(min=0), cls=SectionOption,
+    help="The first of the seeds. [default: the first evaluation seed]",
+)  # fmt: skip
+@click.option(
+    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
+    help="Processes that work side by side. [default: one per core]",
+)  # fmt: skip
+@click.option(
+    "--plot", type=click.Path(path_type=Path), cls=SectionOption, section="Output", metavar="FILE",
+    help="Draw the comparison; FILE ends in .png, .svg or .pdf. Needs tailrace[plots].",
+)  # fmt: skip
+@warmup_option
+@json_option
+@quiet_option
+def command(
+    policies: tuple[str, ...],
+    reference: str,
+    seed_count: int,
+    first_seed: int | None,
+    jobs: int | None,
+    plot: Path | None,
+    warmup: float,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Run many policies on the same requests, and rank them by cost."""
+    scenario = take_scenario(settings)
+    from tailrace import scenario as scenarios
+    from tailrace.evaluate.compare import compare
+    from tailrace.output.atomic import check_target
+    from tailrace.output.plots import PLOT_SUFFIXES, plot_comparison
+    from tailrace.output.tables import print_comparison
+    from tailrace.policy import registry
+
+    chosen = list(policies) or [rule.name for rule in registry.rules()]
+    for name in (*chosen, reference):
+        registry.get(name)
+    if plot is not None:
+        check_target(plot, PLOT_SUFFIXES)
+    if first_seed is None:
+        numbers = seeds(Purpose.EVALUATION, seed_count)
+    else:
+        numbers = list(range(first_seed, first_seed + seed_count))
+    show = not (as_json or quiet)
+    with console.progress("measuring capacity", enabled=show):
+        scenario = scenarios.with_capacity(scenario)
+    total = len({*chosen, reference}) * seed_count
+    with console.progress("simulating", total, enabled=show) as update:
+        comparison = compare(
+            scenario, chosen, numbers, jobs, update, reference=reference, warmup_fraction=warmup
+        )
+    if plot is not None:
+        plot_comparison(comparison, plot)
+    if as_json:
+        console.print_json(comparison)
+    else:
+        print_comparison(console.stdout(), comparison)

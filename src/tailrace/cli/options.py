@@ -1,0 +1,283 @@
+"""Command-line options made from the settings, so that no setting is described twice.
+
+Every plain field of Workload, Replica, Router and Engine becomes an option: its name, type,
+choices, default and help come from the field. Options win over ``--config``, which wins over
+``--scenario``.
+"""
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+import click
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tailrace import scenario as scenarios
+from tailrace.cli import names
+from tailrace.config import Cluster, Engine, Replica, Router, Scenario, Workload, load_toml, parse
+from tailrace.errors import TailraceError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Title on the help page, key in the scenario, settings.
+SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
+    ("Traffic", "workload", Workload),
+    ("Replicas (of every kind; --set cluster.replicas.0.speed=2 for one)", "replica", Replica),
+    ("Router", "router", Router),
+    ("Engine", "engine", Engine),
+)
+GENERAL = "General"
+OUTPUT = "Output"
+
+#: Fields whose option is not simply called like the field.
+_NAMES = {("workload", "name"): "workload", ("replica", "count"): "replicas"}
+_COMPLETIONS = {("workload", "name"): names.workloads, ("replica", "device"): names.devices}
+_SCALARS: "dict[Any, click.ParamType[Any]]" = {
+    int: click.INT,
+    float: click.FLOAT,
+    str: click.STRING,
+    bool: click.BOOL,
+}
+
+
+class SectionOption(click.Option):
+    """An option that knows under which heading of the help page it stands."""
+
+    def __init__(self, *args: Any, section: str = GENERAL, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+
+class SectionedCommand(click.Command):
+    """A command whose help page groups the options."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options section by section."""
+        sections: dict[str, list[tuple[str, str]]] = {GENERAL: [], OUTPUT: []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "section", GENERAL), []).append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
+def scenario_options(function: F) -> F:
+    """Add ``--scenario``, ``--config``, ``--set`` and one option per setting to a command."""
+    for title, key, model in reversed(SECTIONS):
+        function = _section_options(function, title, key, model)
+    for decorator in reversed(_GENERAL_OPTIONS):
+        function = decorator(function)
+    return function
+
+
+def workload_options(function: F) -> F:
+    """Add one option per setting of a workload, but its name and load."""
+    return _section_options(function, GENERAL, "workload", Workload, but=("name", "load"))
+
+
+def take_workload(name: str, params: dict[str, Any]) -> Workload:
+    """Take what :func:`workload_options` added out of a command's parameters."""
+    given = {field: value for (_, field), value in _flags(params).items()}
+    return parse(Workload, {"name": name, "load": None, **given})
+
+
+def _section_options(
+    function: F, title: str, key: str, model: type[BaseModel], but: tuple[str, ...] = ()
+) -> F:
+    for field, info in reversed(list(model.model_fields.items())):
+        kind = _scalar(info.annotation)
+        if kind is not None and field not in but:
+            function = _setting_option(title, key, field, info, kind)(function)
+    return function
+
+
+_GENERAL_OPTIONS = (
+    click.option(
+        "--scenario",
+        metavar="NAME",
+        cls=SectionOption,
+        shell_complete=names.scenarios,
+        help="Start from a shipped scenario (see `tailrace scenarios`).",
+    ),
+    click.option(
+        "--config",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        cls=SectionOption,
+        help="Settings from a TOML file, put over the scenario's.",
+    ),
+    click.option(
+        "--set",
+        "assignments",
+        metavar="KEY=VALUE",
+        multiple=True,
+        cls=SectionOption,
+        help="Any setting by its path, e.g. cluster.replicas.1.speed=0.5; may be repeated.",
+    ),
+)
+
+
+def json_option(function: F) -> F:
+    """Add ``--json``."""
+    return click.option(
+        "--json", "as_json", is_flag=True, cls=SectionOption, section=OUTPUT,
+        help="Write JSON to standard output, and nothing else there.",
+    )(function)  # fmt: skip
+
+
+def warmup_option(function: F) -> F:
+    """Add ``--warmup``."""
+    return click.option(
+        "--warmup", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
+        cls=SectionOption, section=OUTPUT, metavar="SHARE",
+        help="Share of the first requests left out of the figures.",
+    )(function)  # fmt: skip
+
+
+def quiet_option(function: F) -> F:
+    """Add ``--quiet``."""
+    return click.option(
+        "-q", "--quiet", is_flag=True, cls=SectionOption, section=OUTPUT, help="Show no progress."
+    )(function)
+
+
+def take_scenario(params: dict[str, Any]) -> Scenario:
+    """Take what :func:`scenario_options` added out of a command's parameters."""
+    layers = [scenarios.read(name) for name in [params.pop("scenario")] if name]
+    config = params.pop("config")
+    if config is not None:
+        layers.append(load_toml(config))
+    flags = _flags(params)
+    assignments = params.pop("assignments")
+    data: dict[str, Any] = {"cluster": _default_cluster()}
+    measured: Scenario | None = None
+    for layer in layers:
+        data = _overlay(data, layer)
+        if "capacity_rps" in layer:
+            measured = scenarios.build(data)
+    _apply_flags(data, flags)
+    for text in assignments:
+        key, value = _assignment(text)
+        _assign(data, key, value)
+        if key == "capacity_rps":
+            measured = None
+    result = scenarios.build(data)
+    if measured is not None and not scenarios.same_capacity(measured, result):
+        return result.model_copy(update={"capacity_rps": None})
+    return result
+
+
+def _setting_option(
+    title: str, key: str, field: str, info: FieldInfo, kind: "click.ParamType[Any]"
+) -> Callable[[F], F]:
+    name = _NAMES.get((key, field), field).replace("_", "-")
+    flag = kind is click.BOOL
+    help_text = " ".join((info.description or "").split())
+    default = getattr(Cluster().replicas[0], field) if key == "replica" else info.default
+    if default is not None:
+        shown = ("on" if default else "off") if flag else default
+        help_text += f" [default: {shown}]"
+    return click.option(
+        f"--{name}/--no-{name}" if flag else f"--{name}",
+        f"{key}__{field}",
+        type=kind,
+        default=None,
+        help=help_text,
+        cls=SectionOption,
+        section=title,
+        shell_complete=_COMPLETIONS.get((key, field)),
+    )
+
+
+def _scalar(annotation: Any) -> "click.ParamType[Any] | None":
+    """Return the option type of an annotation, or None for what only a file can express."""
+    if get_origin(annotation) is Annotated:
+        return _scalar(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        inner = [a for a in get_args(annotation) if a is not NoneType]
+        return _scalar(inner[0]) if len(inner) == 1 else None
+    if get_origin(annotation) is Literal:
+        return click.Choice(get_args(annotation))
+    return _SCALARS.get(annotation)
+
+
+def _default_cluster() -> dict[str, Any]:
+    return {"replicas": [r.model_dump(exclude_unset=True) for r in Cluster().replicas]}
+
+
+def _overlay(data: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Put a file over what is there; a load in it overrules a rate from below."""
+    workload = layer.get("workload", {})
+    if isinstance(workload, Mapping) and "load" in workload and "rate" not in workload:
+        data = scenarios.merged(data, {"workload": {"rate": None}})
+    return scenarios.merged(data, layer)
+
+
+def _flags(params: dict[str, Any]) -> dict[tuple[str, str], Any]:
+    """Take the generated options out of the parameters; keep those that were given."""
+    found = {tuple(name.split("__", 1)): params.pop(name) for name in list(params) if "__" in name}
+    return {(key, field): value for (key, field), value in found.items() if value is not None}
+
+
+def _apply_flags(data: dict[str, Any], flags: Mapping[tuple[str, str], Any]) -> None:
+    if ("workload", "load") in flags and ("workload", "rate") not in flags:
+        _section(data, "workload")["rate"] = None
+    kinds = _section(data, "cluster").get("replicas", [])
+    for (key, field), value in flags.items():
+        if key != "replica":
+            _section(data, key)[field] = value
+            continue
+        if field == "count" and len(kinds) != 1:
+            raise TailraceError(
+                f"--replicas is ambiguous: the cluster has {len(kinds)} kinds of replicas; "
+                f"say which, e.g. --set cluster.replicas.0.count={value}"
+            )
+        for kind in kinds:
+            kind[field] = value
+
+
+def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
+    section: dict[str, Any] = data.setdefault(key, {})
+    if not isinstance(section, dict):
+        raise TailraceError(f"{key} must be a table of settings, got {section!r}")
+    return section
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE; the value is TOML, or else a plain string."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise TailraceError(f"--set needs KEY=VALUE, got '{text}'")
+    try:
+        return key.strip(), tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), value.strip()
+
+
+def _assign(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set one value by its dotted path; validation later tells whether there is such a setting."""
+    *path, last = key.split(".")
+    target: Any = data
+    for part in path:
+        if isinstance(target, list):
+            target = target[_index(target, part, key)]
+        else:
+            if not isinstance(target.get(part), dict | list):
+                target[part] = {}
+            target = target[part]
+    if isinstance(target, list):
+        target[_index(target, last, key)] = value
+    else:
+        target[last] = value
+
+
+def _index(target: list[Any], part: str, key: str) -> int:
+    if part.isdecimal() and int(part) < len(target):
+        return int(part)
+    raise TailraceError(f"--set {key}: '{part}' must be a number below {len(target)}")

@@ -1,0 +1,1 @@
+"""What people and programs read: tables, files of per-request results, traces, JSON."""

@@ -1,0 +1,128 @@
+"""Scenarios by name or file: reading, the rate they ask for, and their traffic.
+
+A scenario is a TOML file of the settings in :class:`tailrace.config.Scenario`. The shipped ones
+stand in ``tailrace/scenarios``.
+"""
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from tailrace import config
+from tailrace.config import Scenario, load_toml
+from tailrace.errors import TailraceError, unknown_name
+from tailrace.output.atomic import atomic_path
+
+SHIPPED = Path(__file__).parent / "scenarios"
+
+_CAPACITY_LINE = re.compile(r"^capacity_rps\s*=.*$", re.MULTILINE)
+_FIRST_TABLE = re.compile(r"^\[", re.MULTILINE)
+
+
+def names() -> list[str]:
+    """Return the names of the shipped scenarios, sorted."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def find(name_or_file: str | Path) -> Path:
+    """Return the file of a scenario, given its name or a path that ends in .toml."""
+    text = str(name_or_file)
+    if text.endswith(".toml"):
+        return Path(text)
+    if text not in names():
+        raise unknown_name("scenario", text, names())
+    return SHIPPED / f"{text}.toml"
+
+
+def read(name_or_file: str | Path) -> dict[str, Any]:
+    """Return the settings of a scenario as plain data; its name defaults to the file's."""
+    path = find(name_or_file)
+    data = load_toml(path)
+    data.setdefault("name", path.stem)
+    return data
+
+
+def load(name_or_file: str | Path) -> Scenario:
+    """Return a scenario by name or file."""
+    return build(read(name_or_file))
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the settings of ``over`` put over it; lists are replaced whole."""
+    data = deepcopy(dict(base))
+    for key, value in over.items():
+        if isinstance(value, Mapping) and isinstance(data.get(key), Mapping):
+            data[key] = merged(data[key], value)
+        else:
+            data[key] = deepcopy(value)
+    return data
+
+
+def build(data: Mapping[str, Any]) -> Scenario:
+    """Validate plain data into a scenario.
+
+    A file of requests for which neither rate nor load is given is replayed at its own pace.
+    """
+    data = dict(data)
+    workload = data.get("workload", {})
+    unpaced = isinstance(workload, Mapping) and not {"rate", "load"} & set(workload)
+    if unpaced and is_request_file(str(workload.get("name", ""))):
+        data["workload"] = {**workload, "load": None}
+    return config.parse(Scenario, data)
+
+
+def is_request_file(name: str) -> bool:
+    """Whether a workload is a file of requests rather than a built-in name."""
+    return "/" in name or bool(Path(name).suffix)
+
+
+def same_capacity(a: Scenario, b: Scenario) -> bool:
+    """Whether a capacity measured for one scenario holds for the other."""
+    return (a.cluster, a.engine, a.workload.name) == (b.cluster, b.engine, b.workload.name)
+
+
+def capacity_rps(scenario: Scenario) -> float:
+    """Return the scenario's capacity in requests/s: the stored one, else measured now."""
+    if scenario.capacity_rps is not None:
+        return scenario.capacity_rps
+    from tailrace.evaluate.capacity import saturation_rps  # needs the simulator: slow to import
+
+    return saturation_rps(scenario)
+
+
+def resolve_rate(scenario: Scenario) -> float | None:
+    """Return the rate in requests/s a scenario asks for; None: the traffic's own pace."""
+    workload = scenario.workload
+    if workload.rate is not None:
+        return workload.rate
+    if workload.load is None:
+        return None
+    return workload.load * capacity_rps(scenario)
+
+
+def with_capacity(scenario: Scenario) -> Scenario:
+    """Return the scenario with its capacity filled in, if its rate depends on it."""
+    if scenario.workload.rate is not None or scenario.workload.load is None:
+        return scenario
+    return scenario.model_copy(update={"capacity_rps": capacity_rps(scenario)})
+
+
+def write_capacity(path: Path, capacity: float) -> None:
+    """Store a measured capacity in a scenario file, leaving every other line as it is."""
+    load(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+    line = f"capacity_rps = {capacity:.6g}"
+    first_table = _FIRST_TABLE.search(text)
+    split = first_table.start() if first_table else len(text)
+    head, tail = text[:split], text[split:]
+    if _CAPACITY_LINE.search(head):
+        head = _CAPACITY_LINE.sub(line, head)
+    else:
+        head = f"{head.rstrip()}\n{line}\n" + ("\n" if tail else "")
+    with atomic_path(path) as temporary:
+        temporary.write_text(head.lstrip("\n") + tail, encoding="utf-8")

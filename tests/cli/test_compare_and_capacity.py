@@ -1,0 +1,85 @@
+from pathlib import Path
+
+import pytest
+
+from tailrace.evaluate import capacity
+from tailrace.seeds import Purpose, purpose_of
+
+pytestmark = pytest.mark.compiled
+QUICK = ("--requests", "60", "--rate", "20")
+TWO = ("-p", "random", "-p", "round_robin")
+
+
+def test_ranked_table(run):
+    result = run("compare", *QUICK, *TWO, "--seeds", 2, "--jobs", 1)
+    lines = result.stdout.splitlines()
+    assert {line.split()[0] for line in lines[2:5]} == {
+        "random",
+        "round_robin",
+        "least_outstanding",
+    }
+    costs = [float(line.split()[1]) for line in lines[2:5]]
+    assert costs == sorted(costs)
+    assert "60 requests at 20.0 requests/s, 2 seeds, 4 replicas." in " ".join(lines[5:])
+    assert result.stderr == ""
+
+
+def test_json(run_json):
+    found = run_json("compare", *QUICK, *TWO, "--seeds", 2, "--jobs", 1, "--reference", "random")
+    assert found["reference"] == "random"
+    assert all(purpose_of(seed) is Purpose.EVALUATION for seed in found["seeds"])
+    assert [len(e["runs"]) for e in found["entries"]] == [2, 2]
+    found = run_json("compare", *QUICK, *TWO, "--seeds", 1, "--seed", 5, "--jobs", 1)
+    assert found["seeds"] == [5]
+
+
+def test_all_built_in_policies_by_default(run_json):
+    from tailrace.policy import registry
+
+    found = run_json("compare", "--requests", 30, "--rate", 20, "--seeds", 1, "--jobs", 1)
+    assert {e["policy"] for e in found["entries"]} == {rule.name for rule in registry.rules()}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(capacity, "MIN_REQUESTS", 200)
+    monkeypatch.setattr(capacity, "REQUESTS_PER_REPLICA", 200)
+
+
+def test_capacity_within_an_slo(run, run_json, small):
+    args = ("capacity", "--requests", 100, "--replicas", 1, "--tolerance", 0.2, "-p", "round_robin")
+    found = run_json(*args, "--attainment", 0.5)
+    assert found["rate_rps"] == pytest.approx(found["load"] * found["saturation_rps"])
+    assert found["objectives"] == [{"kind": "attainment", "limit": 0.5}]
+    text = run(*args, "--ttft-p99-s", 3, "--e2e-p99-s", 100).stdout
+    assert "round_robin holds" in text
+    assert "within ttft_p99_s <= 3 and e2e_p99_s <= 100" in " ".join(text.split())
+
+
+def test_an_slo_out_of_reach(run, small):
+    text = run("capacity", "--requests", 20, "--replicas", 1, "--ttft-p99-s", 1e-6).stdout
+    assert "Not even" in text
+
+
+def test_saturation_is_measured_and_stored(run, run_json, small):
+    path = Path("mine.toml")
+    path.write_text('# mine\n[workload]\nname = "chat"\n')
+    found = run_json("capacity", "--saturation", "--config", path, "--write")
+    assert found["written_to"] == "mine.toml"
+    assert path.read_text() == (
+        f"capacity_rps = {found['saturation_rps']:.6g}\n".join(
+            ["# mine\n", '\n[workload]\nname = "chat"\n']
+        )
+    )
+    text = run("capacity", "--saturation", "--config", path).stdout
+    assert "per replica) with chat on 4 replicas" in text
+
+
+def test_a_capacity_is_stored_only_where_it_belongs(refuse):
+    Path("mine.toml").write_text("")
+    assert "give --saturation with it" in refuse("capacity", "--write", "--config", "mine.toml")
+    assert "needs the --scenario or --config" in refuse("capacity", "--saturation", "--write")
+    message = refuse(
+        "capacity", "--saturation", "--write", "--config", "mine.toml", "--replicas", 2
+    )
+    assert "describes another cluster or traffic" in message

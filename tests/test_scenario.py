@@ -1,0 +1,106 @@
+import pytest
+
+from tailrace import scenario as scenarios
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.evaluate.capacity import saturation_rps
+
+TRAINING_SET = {
+    "uniform-chat-30", "uniform-chat-80", "uniform-chat-95", "mixed-speed", "hot-sessions",
+    "hot-sessions-mixed-speed", "hot-sessions-overload", "bursty-code", "shared-prompts", "agents",
+    "reasoning", "overload-recovery", "replica-failure", "stale-metrics", "scale-2", "scale-8",
+    "scale-32",
+}  # fmt: skip
+
+
+def test_the_training_set_and_the_demo_are_shipped():
+    assert TRAINING_SET | {"demo"} <= set(scenarios.names())
+
+
+@pytest.mark.parametrize("name", scenarios.names())
+def test_every_shipped_scenario_loads(name):
+    scenario = scenarios.load(name)
+    assert scenario.name == name
+    assert scenario.description
+    assert scenario.capacity_rps is not None
+
+
+@pytest.mark.compiled
+def test_a_stored_capacity_is_the_measured_one():
+    scenario = scenarios.load("uniform-chat-80")
+    assert saturation_rps(scenario) == pytest.approx(scenario.capacity_rps, rel=1e-3)
+
+
+def test_unknown_scenarios_name_the_nearest():
+    with pytest.raises(TailraceError, match=r"unknown scenario 'hot-session'; did you mean hot-se"):
+        scenarios.load("hot-session")
+
+
+def test_a_file_is_named_after_itself(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("")
+    assert scenarios.load(path) == Scenario(name="mine")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = ", "not valid TOML"),
+        ("[cluster]\nreplica = 3", "unknown setting 'cluster.replica'; did you mean cluster.repl"),
+        ("[[events]]\nat_s = 1\nreplica = 4\nkind = 'die'", "names replica 4.*has only 4"),
+        ("[workload]\nrequests = 0", "workload.requests: .*greater than or equal to 1, got 0"),
+    ],
+)
+def test_bad_files(tmp_path, text, message):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(TailraceError, match=message):
+        scenarios.load(path)
+
+
+def test_a_missing_file_is_said_in_a_sentence(tmp_path):
+    with pytest.raises(TailraceError, match=r"cannot read .*No such file"):
+        scenarios.load(tmp_path / "none.toml")
+
+
+def test_rate_comes_before_load_and_load_before_the_own_pace():
+    def rate(**workload):
+        data = {"workload": workload, "capacity_rps": 20.0}
+        return scenarios.resolve_rate(scenarios.build(data))
+
+    assert rate(rate=3.0, load=0.5) == 3.0
+    assert rate(load=0.5) == 10.0
+    assert rate() == 16.0
+    assert rate(name="requests.csv") is None
+
+
+def test_a_capacity_is_measured_only_where_the_rate_depends_on_it(monkeypatch):
+    monkeypatch.setattr("tailrace.evaluate.capacity.saturation_rps", lambda _: 10.0)
+
+    def capacity(**workload):
+        return scenarios.with_capacity(scenarios.build({"workload": workload})).capacity_rps
+
+    assert capacity(load=0.5) == 10.0
+    assert capacity(rate=3.0) is None
+    assert capacity(name="requests.csv") is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "capacity_rps = 12.3457\n"),
+        ("name = 'a' # kept\n", "name = 'a' # kept\ncapacity_rps = 12.3457\n"),
+        (
+            "# kept\ncapacity_rps = 1\n\n[workload]\nload = 0.5\n",
+            "# kept\ncapacity_rps = 12.3457\n\n[workload]\nload = 0.5\n",
+        ),
+        ("name = 'a'\n\n[workload]\n", "name = 'a'\ncapacity_rps = 12.3457\n\n[workload]\n"),
+        ("[workload]\nload = 0.5", "capacity_rps = 12.3457\n\n[workload]\nload = 0.5"),
+    ],
+)
+def test_capacity_is_written_and_all_else_kept(tmp_path, before, after):
+    path = tmp_path / "mine.toml"
+    path.write_text(before)
+    scenarios.write_capacity(path, 12.345678)
+    assert path.read_text() == after
+    assert scenarios.load(path).capacity_rps == 12.3457

@@ -15,7 +15,6 @@ from tailrace.cli.options import (
     take_scenario,
     warmup_option,
 )
-from tailrace.seeds import Purpose, seeds
 
 
 @click.command("compare", cls=SectionedCommand)
@@ -67,6 +66,7 @@ def command(
     from tailrace.output.plots import PLOT_SUFFIXES, plot_comparison
     from tailrace.output.tables import print_comparison
     from tailrace.policy import registry
+    from tailrace.seeds import Purpose, seeds
 
     chosen = list(policies) or [rule.name for rule in registry.rules()]
     for name in (*chosen, reference):

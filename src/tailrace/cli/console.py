@@ -5,10 +5,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 #: Width of tables that go to a file or a pipe.
 PIPE_WIDTH = 120
@@ -16,8 +18,10 @@ PIPE_WIDTH = 120
 PATIENCE_S = 1.0
 
 
-def stdout() -> Console:
+def stdout() -> "Console":
     """Return the console of results."""
+    from rich.console import Console
+
     width = None
     if not sys.stdout.isatty():
         width = int(os.environ.get("COLUMNS", "0") or 0) or PIPE_WIDTH
@@ -42,6 +46,7 @@ def progress(
     if not (enabled and sys.stderr.isatty()):
         yield lambda _: None
         return
+    from rich.console import Console
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,

@@ -15,7 +15,10 @@ import numpy as np
 
 _PACKAGE = Path(__file__).parent
 #: Where compiled functions, and the types and constants they use, may stand.
-_KERNEL_SOURCES = ("compiled.py", "policy/*.py", "policy/rules/*.py", "sim/*.py")
+_KERNEL_SOURCES = (
+    *("compiled.py", "policy/*.py", "policy/rules/*.py", "sim/*.py"),
+    "learn/kernels.py",
+)
 
 
 def _cache_folder() -> Path:
@@ -48,3 +51,9 @@ jit: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False)
 #: The same, pasted into its callers: for functions that take the many arrays of a fleet, since
 #: handing those over costs more than the function's own work.
 inlined: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, inline="always")
+
+#: For dense arithmetic: sums may be reordered and products fused with them, so that loops use the
+#: vector units. Infinities and NaN keep their meaning.
+vectorised: Any = _numba.njit(
+    cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc"}
+)

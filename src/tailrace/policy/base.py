@@ -1,7 +1,11 @@
 """What a policy is: an object that gives every replica a score for the request at hand."""
 
-from collections.abc import Callable, Mapping
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,13 +88,56 @@ class FunctionPolicy(Policy):
         return self.function(view, **self.params)  # type: ignore[no-any-return]
 
 
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
+
+
+def failure(name: str, error: BaseException) -> TailraceError:
+    """Return the error that says in a sentence what went wrong in a user's policy, and where."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))]
+    own = [f for f in theirs if not f.filename.startswith(_LIBRARIES)] or theirs
+    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
+    what = f"{type(error).__name__}: {error}".rstrip(": ")
+    return TailraceError(f"policy {name} failed: {what}{where}")
+
+
+@contextmanager
+def user_code(name: str, *, ours: bool = False) -> Iterator[None]:
+    """Turn whatever a user's policy raises into one sentence, ``sys.exit`` included.
+
+    ``ours``: it is a policy of Tailrace, whose failure is a bug and keeps its trace.
+    """
+    try:
+        yield
+    except TailraceError:
+        raise
+    except (Exception, SystemExit) as error:
+        if ours:
+            raise
+        raise failure(name, error) from error
+
+
+def _is_ours(policy: Policy) -> bool:
+    """Whether a policy is part of Tailrace."""
+    module = type(policy).__module__
+    return module.startswith("tailrace.") and not isinstance(policy, FunctionPolicy)
+
+
+def call_hook(policy: Policy, name: str, *args: Any) -> None:
+    """Call a hook of a policy (``reset``, ``sent``, ``first_token``, ``finished``, ``failed``)."""
+    with user_code(f"{policy.name} ({name})", ours=_is_ours(policy)):
+        getattr(policy, name)(*args)
+
+
 def checked_scores(policy: Policy, view: View) -> NDArray[np.float64]:
     """Return the policy's scores as float64 [n], or raise if they are no scores at all.
 
     A NaN among numbers is let through: it never wins. NaN for every available replica is an error.
     """
     n = len(view.replicas)
-    returned = policy.scores(view)
+    with user_code(policy.name, ours=_is_ours(policy)):
+        returned = policy.scores(view)
     try:
         if returned is None:  # NumPy would make NaN of it
             raise TypeError

@@ -8,7 +8,7 @@ of prompt tokens the router *believed* to be cached when it sent the request.
 import math
 
 from tailrace.compiled import jit
-from tailrace.policy.view import RECENT_WORK_S
+from tailrace.policy.view import HISTORY_S, RECENT_WORK_S
 
 
 @jit
@@ -20,14 +20,15 @@ def fade_recent_work(replica, now):
 
 
 @jit
-def sent(replica, prompt, cached, now):
-    """A request of ``prompt`` tokens leaves for this replica at ``now`` (s)."""
+def sent(replica, prompt, cached, predicted, now):
+    """A request of ``prompt`` tokens, ``predicted`` to get so many back, leaves at ``now`` (s)."""
     uncached = prompt - cached
     replica["in_flight"] += 1
     replica["queued"] += 1
     replica["queued_tokens"] += prompt
     replica["queued_uncached"] += uncached
     replica["queued_since_sum"] += now
+    replica["predicted_tokens"] += predicted
     replica["sent_tokens"] += uncached
     replica["sent_requests"] += 1
     fade_recent_work(replica, now)
@@ -38,15 +39,20 @@ def sent(replica, prompt, cached, now):
 def answering(replica, prompt, cached, sent_at):
     """Its first token has come back; ``context_tokens`` is kept by whoever counts tokens."""
     replica["queued"] -= 1
+    replica["answering_prompts"] += prompt
     replica["queued_tokens"] -= prompt
     replica["queued_uncached"] -= prompt - cached
     replica["queued_since_sum"] -= sent_at
+    if replica["queued"] == 0:
+        replica["queued_since_sum"] = 0.0  # no rounding errors are carried on
 
 
 @jit
-def finished(replica, router, output):
-    """An answering request ended after ``output`` tokens."""
+def finished(replica, router, prompt, predicted, output):
+    """An answering request ended after ``output`` tokens; ``predicted`` as when it was sent."""
     replica["in_flight"] -= 1
+    replica["answering_prompts"] -= prompt
+    replica["predicted_tokens"] -= predicted
     replica["finished"] += 1
     replica["finished_tokens"] += output
     router["finished"] += 1
@@ -62,7 +68,35 @@ def lost(replica):
     replica["queued_uncached"] = 0
     replica["queued_since_sum"] = 0.0
     replica["context_tokens"] = 0
+    replica["answering_prompts"] = 0
+    replica["predicted_tokens"] = 0
+    replica["streamed"] = replica["finished_tokens"]
     replica["recent_work"] = 0.0
+
+
+@jit
+def look(replicas, router, now):
+    """Bring the moving averages up to a decision at ``now`` (s); ``context_tokens`` are current.
+
+    Each fades by the same factor, so a mean is the ratio of two of them and is right from the
+    first second on.
+    """
+    keep = math.exp(min(0.0, router["looked_at"] - now) / HISTORY_S)
+    weight_s = HISTORY_S * (1.0 - keep)
+    router["looked_at"] = now
+    router["watched_s"] = router["watched_s"] * keep + weight_s
+    router["recent_arrivals"] = router["recent_arrivals"] * keep + 1.0
+    for i in range(replicas.size):
+        replica = replicas[i]
+        streamed = (
+            replica["finished_tokens"] + replica["context_tokens"] - replica["answering_prompts"]
+        )
+        recent = replica["recent_tokens"] * keep + (streamed - replica["streamed"])
+        replica["recent_tokens"] = recent
+        replica["streamed"] = streamed
+        replica["recent_in_flight"] = (
+            replica["recent_in_flight"] * keep + replica["in_flight"] * weight_s
+        )
 
 
 @jit
@@ -74,6 +108,12 @@ def scraped(replica, waiting, running, kv_used, now):
     replica["kv_used"] = kv_used
     replica["sent_tokens"] = 0
     replica["sent_requests"] = 0
+
+
+@jit
+def whole_tokens(predicted):
+    """A predicted output length as a number of tokens the ledger can add and take away exactly."""
+    return int(min(predicted + 0.5, 1e9))
 
 
 @jit

@@ -1,6 +1,7 @@
 """From a name on the command line to a policy.
 
-A name is a built-in rule (``cache_aware``, ``cache_aware:match_rate=0.5,load_gap=32``), a file
+A name is a built-in rule (``cache_aware``, ``cache_aware:match_rate=0.5,load_gap=32``), the trained
+policy of the package (``tailrace``) or one of your own (``my_policy.tailrace``), a file
 (``my_rule.py``, ``my_rule.py:MyPolicy``), something importable (``package.module:attribute``), or
 an entry point of the group ``tailrace.policies`` of an installed package.
 """
@@ -15,11 +16,13 @@ from types import ModuleType
 from typing import Any
 
 from tailrace.errors import TailraceError, unknown_name
+from tailrace.policy import checkpoint
 from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy
 from tailrace.policy.rules import RULES, Rule
 
 ENTRY_POINT_GROUP = "tailrace.policies"
 FUNCTION_NAME = "scores"
+SHIPPED_NAME = "tailrace"
 
 
 def rules() -> tuple[Rule, ...]:
@@ -42,6 +45,10 @@ def get(name: str, **params: Any) -> Policy:
     builtin = {rule.name: rule for rule in RULES}
     if head in builtin:
         return BuiltinPolicy(builtin[head], _numbers(head, tail) | params)
+    if name == SHIPPED_NAME or name.endswith(checkpoint.SUFFIX):
+        if params:
+            raise TailraceError(f"policy {name} is trained and takes no parameters")
+        return checkpoint.shipped() if name == SHIPPED_NAME else checkpoint.load(Path(name))
     if head.endswith(".py"):
         return _from_file(Path(head), tail, params)
     if tail:
@@ -49,7 +56,7 @@ def get(name: str, **params: Any) -> Policy:
     installed = _entry_points()
     if name in installed:
         return _as_policy(_load(installed[name]), name, params)
-    raise unknown_name("policy", name, names())
+    raise unknown_name("policy", name, [*names(), SHIPPED_NAME])
 
 
 def _numbers(rule: str, text: str) -> dict[str, Any]:

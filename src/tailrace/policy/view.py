@@ -29,7 +29,9 @@ REPLICA_VIEW = np.dtype(
         ("queued_tokens", "i8"),  # prompt tokens of the queued
         ("queued_uncached", "i8"),  # the same, less what the prefix index says is cached
         ("context_tokens", "i8"),  # prompt + streamed tokens of those that are answering
-        ("predicted_left", "f8"),  # reserved for learned policies: predicted tokens to come
+        ("answering_prompts", "i8"),  # the prompts' part of context_tokens
+        ("predicted_tokens", "i8"),  # predicted output tokens of those in flight, as predicted then
+        ("oldest_sent", "f8"),  # when the longest queued was sent, s; only while there is one
         ("queued_since_sum", "f8"),  # sum of send times of the queued, s
         ("sent_tokens", "i8"),  # uncached prompt tokens sent since the metrics snapshot
         ("sent_requests", "i8"),  # requests sent since the metrics snapshot
@@ -37,6 +39,10 @@ REPLICA_VIEW = np.dtype(
         ("recent_at", "f8"),  # when recent_work was last brought up to date, s
         ("finished", "i8"),  # requests finished so far
         ("finished_tokens", "i8"),  # their output tokens
+        # ledger, moving averages: brought up to date at every decision (ledger.look)
+        ("streamed", "i8"),  # output tokens that had streamed back at the last decision
+        ("recent_tokens", "f8"),  # output tokens streamed back, fading with HISTORY_S
+        ("recent_in_flight", "f8"),  # integral of in_flight over time, fading with HISTORY_S
         # metrics snapshot
         ("metrics_at", "f8"),  # when it was taken, s; NEVER: there is none yet
         ("waiting", "i8"),  # requests in the server's queue
@@ -74,6 +80,9 @@ ROUTER = np.dtype(
         ("cursor", "i8"),  # round robin's next replica
         ("finished", "i8"),  # requests finished so far
         ("finished_tokens", "i8"),  # their output tokens: running mean = predicted output
+        ("looked_at", "f8"),  # when the moving averages were last brought up to date, s
+        ("watched_s", "f8"),  # time watched so far, fading with HISTORY_S: at most HISTORY_S
+        ("recent_arrivals", "f8"),  # requests that came to be routed, fading with HISTORY_S
     ]
 )
 
@@ -93,6 +102,7 @@ COST = np.dtype(
 
 PREFIX_HASH_TOKENS = 256
 RECENT_WORK_S = 180.0
+HISTORY_S = 20.0
 
 
 class View(NamedTuple):

@@ -1,37 +1,27 @@
 """From settings and request tables to the arrays of the compiled engine."""
 
+import itertools
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.config import Cluster, Engine, Event, Replica, Router
 from tailrace.policy.choose import mix
-from tailrace.policy.prefix import new_index
-from tailrace.policy.view import NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER
+from tailrace.policy.prefix import PrefixIndex, forget
+from tailrace.policy.view import NEVER
 from tailrace.sim import server as servers
 from tailrace.sim.cost import cost_rows, prefill_tokens_per_s
 from tailrace.sim.devices import cost_of, num_blocks_of
 from tailrace.sim.kvcache import KvCache
-from tailrace.sim.result import BATCH
-from tailrace.sim.types import (
-    BLOCK,
-    CLUSTER,
-    EVENT,
-    EVENT_CODES,
-    HEAP_ENTRY,
-    NEWS,
-    REQUEST_FACT,
-    REQUEST_STATE,
-    SCHEDULER_CODES,
-    SERVER,
-    SLOT_ROWS,
-    Fleet,
-    Tables,
-)
+from tailrace.sim.room import Room, is_caching, is_explicit, new_fleet, new_tables, room_for
+from tailrace.sim.types import EVENT_CODES, SCHEDULER_CODES, Fleet, Tables
 from tailrace.workload.predict import predicted_output
 from tailrace.workload.prefix import content_keys, prefix_hash
 from tailrace.workload.table import RequestTable
+
+_serial_numbers = itertools.count(1)
 
 
 def why_not_compiled(cluster: Cluster) -> str | None:
@@ -50,25 +40,36 @@ def build_tables(
     tables: Sequence[RequestTable], events: Sequence[Event], router: Router, seed: int
 ) -> Tables:
     """Lay out request tables for the engine, padded to the longest."""
-    count = len(tables)
-    rows = max(len(t) for t in tables)
-    runs = max(len(t.runs) for t in tables)
-    facts = np.zeros((count, rows), REQUEST_FACT)
-    roots = np.zeros((count, rows), np.int32)
-    n_roots = np.zeros(count, np.int64)
-    run_keys = np.zeros((count, runs), np.uint64)
-    run_tokens = np.zeros((count, runs), np.int32)
+    room = Room(
+        requests=max(len(t) for t in tables),
+        runs=max(len(t.runs) for t in tables),
+        events=len(events),
+    )
+    laid_out = new_tables(room, len(tables))
     for g, table in enumerate(tables):
-        _fill_facts(facts[g, : len(table)], table, router, seed)
-        without_parent = np.flatnonzero(table.rows["parent"] < 0)
-        n_roots[g] = len(without_parent)
-        roots[g, : len(without_parent)] = without_parent
-        run_keys[g, : len(table.runs)] = content_keys(table).run_key
-        run_tokens[g, : len(table.runs)] = table.runs["tokens"]
-    timeline = np.zeros((count, len(events)), EVENT)
+        lay_out(laid_out, g, table, events, router, seed)
+    return laid_out
+
+
+def lay_out(
+    tables: Tables,
+    g: int,
+    table: RequestTable,
+    events: Sequence[Event],
+    router: Router,
+    seed: int,
+) -> None:
+    """Make ``table`` number ``g`` of tables that have room for it."""
+    _fill_facts(tables.facts[g, : len(table)], table, router, seed)
+    without_parent = np.flatnonzero(table.rows["parent"] < 0)
+    tables.n_roots[g] = len(without_parent)
+    tables.roots[g, : len(without_parent)] = without_parent
+    tables.run_keys[g, : len(table.runs)] = content_keys(table).run_key
+    tables.run_tokens[g, : len(table.runs)] = table.runs["tokens"]
+    tables.events[g]["at"] = np.inf
     for k, event in enumerate(sorted(events, key=lambda e: e.at_s)):
-        timeline[:, k] = (event.at_s, event.replica, EVENT_CODES[event.kind], event.factor)
-    return Tables(facts, roots, n_roots, run_keys, run_tokens, timeline)
+        kind = EVENT_CODES[event.kind]
+        tables.events[g, k] = (event.at_s, event.replica, kind, event.factor)
 
 
 def _fill_facts(facts: NDArray[np.void], table: RequestTable, router: Router, seed: int) -> None:
@@ -110,90 +111,63 @@ def build_fleet(
 ) -> Fleet:
     """Return ``len(seeds)`` equal clusters at time 0; cluster c plays table ``c % len(tables)``."""
     replicas = cluster.expanded()
-    c, n = len(seeds), len(replicas)
-    rows = laid_out.facts.shape[1]
-    slots = max(r.batch_cap for r in replicas)
-    blocks = max((num_blocks_of(r) for r in replicas if _caching(r)), default=0)
-    buckets = 1 << max(2 * blocks - 1, 1).bit_length()
-    explicit = any(_explicit(r) for r in replicas)
-    longest = max(_longest_row(replicas, t) for t in tables) if explicit else 0
-    may_wait = laid_out.events.shape[1] > 0
-    queue = rows if may_wait else max(int((t.rows["parent"] >= 0).sum()) for t in tables)
-    sessions = max(int(t.rows["session"].max()) + 1 for t in tables)
-    has_content = blocks > 0 and laid_out.run_keys.shape[1] > 0
-    index = new_index(c * n, router.index_entries if has_content else 1)
-    fleet = Fleet(
-        clusters=np.zeros(c, CLUSTER),
-        servers=np.zeros((c, n), SERVER),
-        wake=np.full((c, n), np.inf),
-        slots=np.zeros((c, n, SLOT_ROWS, slots), np.int64),
-        phase=np.zeros((c, n, max(r.block_size for r in replicas)), np.int64),
-        notices=np.zeros((c, 2, slots + 1), np.int64),
-        requests=np.zeros((c, rows), REQUEST_STATE),
-        heap=np.zeros((c, queue + 1), HEAP_ENTRY),
-        blocks=np.zeros((c, n, blocks), BLOCK),
-        buckets=np.zeros((c, n, buckets), np.int32),
-        held=np.zeros((c, n, slots if explicit else 0, longest), np.int32),
-        rows_free=np.zeros((c, n, slots + 1), np.int64),
-        batches=np.zeros((c, record_batches), BATCH),
-        news=np.zeros((c, 3 * rows + 1 if record_news else 0), NEWS),
-        run_scratch=np.zeros((c, int(laid_out.facts["run_count"].max())), np.int32),
-        ghost=np.zeros((c, 1), SERVER),
-        ghost_slots=np.zeros((c, SLOT_ROWS, slots), np.int64),
-        ghost_phase=np.zeros((c, max(r.block_size for r in replicas)), np.int64),
-        ghost_requests=np.zeros((c, rows if lookahead else 0), REQUEST_STATE),
-        ghost_numbers=np.zeros((c, rows if lookahead else 0), np.int64),
-        requests_view=np.zeros(c, REQUEST_VIEW),
-        replicas_view=np.zeros((c, n), REPLICA_VIEW),
-        router=np.zeros(c, ROUTER),
-        costs=np.broadcast_to(cost_rows([cost_of(r) for r in replicas]), (c, n)).copy(),
-        last_replica=np.full((c, sessions), -1, np.int32),
-        index_entries=index.entries.reshape(c, n, -1),
-        index_slots=index.slots.reshape(c, n, -1),
-        index_totals=index.totals.reshape(c, n),
-        scores=np.zeros((c, n)),
+    events = laid_out.events.shape[1]
+    needs = [room_for(replicas, table, router, events) for table in tables]
+    fleet = new_fleet(
+        reduce(Room.joined, needs),
+        len(seeds),
+        record_batches=record_batches,
+        record_news=record_news,
+        lookahead=lookahead,
     )
-    for number, seed in enumerate(seeds):
-        _start_cluster(fleet, number, laid_out, tables, router, seed)
-        for r, replica in enumerate(replicas):
-            _start_server(fleet, number, r, replica, engine)
+    for c, seed in enumerate(seeds):
+        g = c % len(tables)
+        set_up(fleet, laid_out, c, g, replicas, tables[g], router, engine, seed)
     return fleet
 
 
-def _caching(replica: Replica) -> bool:
-    return replica.scheduler == "vllm_v1" and replica.prefix_caching
-
-
-def _explicit(replica: Replica) -> bool:
-    return replica.scheduler == "vllm_v1" and (
-        replica.prefix_caching or replica.preallocate_tokens > 0
-    )
-
-
-def _longest_row(replicas: Sequence[Replica], table: RequestTable) -> int:
-    """Most blocks a request can hold."""
-    rows = table.rows
-    tokens = int((rows["prompt_tokens"].astype(np.int64) + rows["output_tokens"]).max())
-    return max(
-        -(-tokens // r.block_size) + -(-r.preallocate_tokens // r.block_size) + 1 for r in replicas
-    )
+def set_up(
+    fleet: Fleet,
+    laid_out: Tables,
+    c: int,
+    g: int,
+    replicas: Sequence[Replica],
+    table: RequestTable,
+    router: Router,
+    engine: Engine,
+    seed: int,
+) -> None:
+    """Put cluster ``c`` at time 0, whatever it did before, to play table number ``g``."""
+    for array in (fleet.clusters, fleet.servers, fleet.requests, fleet.replicas_view, fleet.router):
+        array[c] = np.zeros((), array.dtype)
+    fleet.wake[c] = np.inf
+    fleet.last_replica[c] = -1
+    fleet.costs[c, : len(replicas)] = cost_rows([cost_of(r) for r in replicas])
+    index = PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])
+    _start_cluster(fleet, c, g, laid_out, table, router, seed)
+    fleet.clusters[c]["n_replicas"] = len(replicas)
+    for r, replica in enumerate(replicas):
+        _start_server(fleet, c, r, replica, engine)
+        forget(index, r)
 
 
 def _start_cluster(
     fleet: Fleet,
     c: int,
+    g: int,
     laid_out: Tables,
-    tables: Sequence[RequestTable],
+    table: RequestTable,
     router: Router,
     seed: int,
 ) -> None:
-    table = tables[c % len(tables)]
     cluster = fleet.clusters[c]
-    cluster["table"] = c % len(tables)
-    cluster["n_replicas"] = fleet.servers.shape[1]
+    cluster["table"] = g
     cluster["n_requests"] = cluster["unsettled"] = len(table)
-    cluster["request"] = -1
-    cluster["view_context"] = cluster["view_prefix"] = 1
+    cluster["request"] = cluster["highest"] = -1
+    cluster["deadline_next"] = cluster["deadline_last"] = -1
+    cluster["serial"] = next(_serial_numbers)
+    cluster["soft_centre"], cluster["soft_scale"], cluster["early_share"] = 1.0, 0.1, 0.5
+    cluster["view_context"] = cluster["view_prefix"] = cluster["accounts"] = 1
     cluster["scrape_s"] = router.staleness_s
     cluster["scrape_count"] = -1
     thinks = table.rows["think_s"][table.rows["parent"] >= 0]
@@ -209,6 +183,7 @@ def _start_cluster(
     requests["prompt"] = facts["prompt"]
     requests["output"] = facts["output"]
     requests["next"] = requests["replica"] = requests["cached"] = -1
+    requests["early"] = requests["late"] = -1
 
 
 def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine) -> None:
@@ -221,8 +196,8 @@ def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine
     server["chunk_size"] = replica.chunk_size
     server["max_batch_tokens"] = replica.max_batch_tokens
     server["watermark_blocks"] = int(replica.watermark * blocks)
-    server["caching"] = _caching(replica)
-    server["explicit"] = _explicit(replica)
+    server["caching"] = is_caching(replica)
+    server["explicit"] = is_explicit(replica)
     server["extra_blocks"] = -(-replica.preallocate_tokens // replica.block_size)
     server["configured_speed"] = server["speed"] = replica.speed
     server["compat"] = engine.vidur_compat

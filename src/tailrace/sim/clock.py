@@ -10,9 +10,9 @@ import numpy as np
 from tailrace.compiled import inlined, jit
 from tailrace.policy import ledger, prefix
 from tailrace.policy.prefix import PrefixIndex
-from tailrace.sim import pending
+from tailrace.sim import accounts, pending
 from tailrace.sim import server as servers
-from tailrace.sim.kvcache import Content, KvCache
+from tailrace.sim.kvcache import Content, KvCache, private_path
 from tailrace.sim.types import NEWS_FINISHED, NEWS_FIRST_TOKEN
 
 
@@ -91,14 +91,18 @@ def _hear(fleet, tables, c, r):
         n = notices[0, k]
         request = requests[n]
         ledger.answering(view, facts[n]["prompt"], request["believed"], request["sent"])
+        if cluster["accounts"]:
+            accounts.answered(cluster, requests, facts, n)
         tell(fleet, c, NEWS_FIRST_TOKEN, r, n, request["first"])
     for k in range(1, notices[1, 0] + 1):
         n = notices[1, k]
-        ledger.finished(view, fleet.router[c], facts[n]["output"])
+        fact = facts[n]
+        predicted = requests[n]["predicted"]
+        ledger.finished(view, fleet.router[c], fact["prompt"], predicted, fact["output"])
         tell(fleet, c, NEWS_FINISHED, r, n, requests[n]["done"])
-        if facts[n]["run_count"] > 0 and fleet.servers[c, r]["caching"]:
+        if fleet.servers[c, r]["caching"]:
             index_content(fleet, tables, c, r, n, facts[n]["output"], requests[n]["done"])
-        settled(fleet, tables, c, n)
+        settled(fleet, tables, c, n, False)
 
 
 @inlined
@@ -116,11 +120,13 @@ def tell(fleet, c, kind, r, n, at):
 
 
 @inlined
-def settled(fleet, tables, c, n):
+def settled(fleet, tables, c, n, lost):
     """A request ended, well or badly: its follow-up arrives after the think time."""
     cluster = fleet.clusters[c]
     cluster["unsettled"] -= 1
     facts = tables.facts[cluster["table"]]
+    if cluster["accounts"]:
+        accounts.ended(cluster, fleet.requests[c], facts, n, lost)
     child = facts[n]["child"]
     if child >= 0:
         arrival = fleet.requests[c, n]["done"] + facts[child]["think"]
@@ -129,16 +135,21 @@ def settled(fleet, tables, c, n):
 
 @inlined
 def index_content(fleet, tables, c, r, n, output, now):
-    """Tell the prefix index that a prompt, continued by ``output`` tokens, is on a replica."""
+    """Tell the prefix index that a prompt, continued by ``output`` tokens, is on a replica.
+
+    Private prompts too: nobody will ask for them, but they take the place of others in the cache.
+    """
     table = fleet.clusters[c]["table"]
     fact = tables.facts[table, n]
-    start = fact["run_start"]
-    count = fact["run_count"]
+    count = max(fact["run_count"], 1)
+    keys = fleet.key_scratch[c, :count]
     tokens = fleet.run_scratch[c, :count]
-    for k in range(count):
-        tokens[k] = tables.run_tokens[table, start + k]
+    keys[0] = private_path(n)
+    tokens[0] = fact["prompt"]
+    for k in range(fact["run_count"]):
+        keys[k] = tables.run_keys[table, fact["run_start"] + k]
+        tokens[k] = tables.run_tokens[table, fact["run_start"] + k]
     tokens[count - 1] += output
-    keys = tables.run_keys[table, start : start + count]
     capacity = fleet.replicas_view[c, r]["capacity_tokens"]
     prefix.insert(index_of(fleet, c), r, keys, tokens, capacity, now)
 
@@ -208,11 +219,14 @@ def _due_scrape(cluster, t):
 
 
 @inlined
-def advance_to_next_time(fleet, tables, c):
-    """Move to the next arrival or event; returns its time in s, inf: the end, NaN: log full."""
+def advance_to_next_time(fleet, tables, c, until):
+    """Move to the next arrival or event, or to ``until`` (s) if that comes first.
+
+    Returns the time reached in s, inf: the end, NaN: log full.
+    """
     cluster = fleet.clusters[c]
     while True:
-        t = _next_time(fleet, tables, c)
+        t = min(_next_time(fleet, tables, c), until)
         target = t
         if cluster["min_think_s"] < np.inf:
             target = min(t, _safe_horizon(fleet.clusters, fleet.servers, c))

@@ -9,9 +9,10 @@ import numpy as np
 from tailrace.compiled import inlined, jit
 from tailrace.policy import ledger, prefix
 from tailrace.policy.choose import NO_REPLICA, choose
-from tailrace.policy.rules import score
+from tailrace.policy.learned import learned_scores
+from tailrace.policy.rules import LEARNED, score
 from tailrace.policy.view import View
-from tailrace.sim import clock, lookahead, pending
+from tailrace.sim import accounts, clock, lookahead, pending
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
     EVENT_DIE,
@@ -22,6 +23,7 @@ from tailrace.sim.types import (
 )
 
 NEEDS_DECISION, OVER, LOG_FULL, LIMIT, STUCK = 0, 1, 2, 3, 4
+LEARNED_CODE = LEARNED.code
 
 
 # ---- cluster events -----------------------------------------------------------------------------
@@ -72,7 +74,7 @@ def _kill(fleet, tables, c, r, now):
     while failed >= 0:
         following = requests[failed]["next"]
         clock.tell(fleet, c, NEWS_FAILED, r, failed, now)
-        clock.settled(fleet, tables, c, failed)
+        clock.settled(fleet, tables, c, failed, True)
         failed = following
     ledger.lost(fleet.replicas_view[c, r])
     prefix.forget(clock.index_of(fleet, c), r)
@@ -88,10 +90,19 @@ def next_decision(fleet, tables, c):
     Returns NEEDS_DECISION, OVER (every request is settled or can never be routed), LOG_FULL (empty
     Fleet.batches and call again) or STUCK.
     """
+    return next_decision_before(fleet, tables, c, np.inf)
+
+
+@jit
+def next_decision_before(fleet, tables, c, until):
+    """The same, but go no further than the time ``until`` (s).
+
+    Returns LIMIT if nothing is to be decided before that moment; the cluster is then there.
+    """
     cluster = fleet.clusters[c]
     table = cluster["table"]
     while True:
-        t = clock.advance_to_next_time(fleet, tables, c)
+        t = clock.advance_to_next_time(fleet, tables, c, until)
         if np.isnan(t):
             return LOG_FULL
         if cluster["stuck"]:
@@ -99,6 +110,8 @@ def next_decision(fleet, tables, c):
         if t == np.inf:
             return OVER
         cluster["now"] = t
+        if t == until:
+            return LIMIT
         if (
             cluster["next_event"] < tables.events.shape[1]
             and tables.events[table, cluster["next_event"]]["at"] <= t
@@ -133,6 +146,9 @@ def _take_arrival(fleet, tables, c, t):
     request = fleet.requests[c, n]
     if np.isnan(request["arrived"]):
         request["arrived"] = t
+        cluster["highest"] = max(cluster["highest"], n)
+        if cluster["accounts"]:
+            accounts.arrived(cluster, fleet.requests[c], tables.facts[table], n)
     return n
 
 
@@ -178,12 +194,24 @@ def _fill_view(fleet, tables, c, n, now):
     view["priority"] = fact["priority"]
     view["ttft_slo_s"] = fact["ttft_slo"]
     view["tpot_slo_s"] = fact["tpot_slo"]
-    for r in range(cluster["n_replicas"]):
-        if cluster["view_context"]:
-            context = servers.answering_context(fleet.servers[c, r], fleet.costs[c, r], now)
-            fleet.replicas_view[c, r]["context_tokens"] = context
-        if cluster["view_prefix"]:
+    if cluster["view_prefix"]:
+        for r in range(cluster["n_replicas"]):
             _look_up_prefix(fleet, tables, c, r, n)
+    if cluster["view_context"]:
+        _look_at_streams(fleet, c, now)
+
+
+@inlined
+def _look_at_streams(fleet, c, now):
+    """What the router knows of the answers under way, and its moving averages."""
+    replicas = fleet.replicas_view[c, : fleet.clusters[c]["n_replicas"]]
+    for r in range(replicas.size):
+        server = fleet.servers[c, r]
+        replicas[r]["context_tokens"] = servers.answering_context(server, fleet.costs[c, r], now)
+        if replicas[r]["queued"] > 0:
+            oldest = servers.oldest_sent(server, fleet.slots[c, r], fleet.requests[c])
+            replicas[r]["oldest_sent"] = oldest
+    ledger.look(replicas, fleet.router[c], now)
 
 
 @inlined
@@ -221,11 +249,12 @@ def _assign(fleet, tables, c, r):
         _look_up_prefix(fleet, tables, c, r, n)
     request["replica"] = r
     request["believed"] = view["cached_tokens"]
+    request["predicted"] = ledger.whole_tokens(fleet.requests_view[c]["predicted_output"])
     fleet.router[c]["decisions"] += 1
-    ledger.sent(view, fact["prompt"], view["cached_tokens"], now)
+    ledger.sent(view, fact["prompt"], view["cached_tokens"], request["predicted"], now)
     if fact["session"] >= 0:
         fleet.last_replica[c, fact["session"]] = r
-    if fact["run_count"] > 0 and fleet.servers[c, r]["caching"]:
+    if fleet.servers[c, r]["caching"]:
         clock.index_content(fleet, tables, c, r, n, 0, now)
     servers.receive(fleet.servers[c, r], fleet.requests[c], fleet.costs[c, r], n, now)
     fleet.wake[c, r] = servers.wake_time(fleet.servers[c, r])
@@ -243,12 +272,15 @@ def _decide(fleet, tables, c, rule, params, lowest_id_wins):
     n = fleet.clusters[c]["n_replicas"]
     scores = fleet.scores[c, :n]
     replicas = fleet.replicas_view[c, :n]
-    if rule >= lookahead.LOOKAHEAD:
+    if rule == lookahead.LOOKAHEAD or rule == lookahead.LOOKAHEAD_ORACLE:
         content = clock.content_of(tables, fleet.clusters[c]["table"])
         lookahead.marginal_costs(fleet, content, clock.cache_of(fleet, c, 0), c, rule, scores)
     else:
         view = View(fleet.requests_view[c], replicas, fleet.costs[c, :n], fleet.router[c])
-        score(rule, view, params, scores)
+        if rule == LEARNED_CODE:
+            learned_scores(view, params, scores)
+        else:
+            score(rule, view, params, scores)
     return choose(scores, replicas, fleet.router[c], lowest_id_wins)
 
 
@@ -263,7 +295,7 @@ def run(fleet, tables, c, rule, params, lowest_id_wins, limit):
     """Let a built-in rule route until the end, or for at most ``limit`` decisions."""
     for _ in range(limit):
         if fleet.clusters[c]["request"] < 0:
-            status = next_decision(fleet, tables, c)
+            status = next_decision_before(fleet, tables, c, np.inf)
             if status != NEEDS_DECISION:
                 return status
         _assign(fleet, tables, c, _decide(fleet, tables, c, rule, params, lowest_id_wins))
@@ -274,7 +306,7 @@ def run(fleet, tables, c, rule, params, lowest_id_wins, limit):
 def replay(fleet, tables, c, replicas):
     """Send every request to its recorded replica; ``replicas`` int64 [R]."""
     while True:
-        status = next_decision(fleet, tables, c)
+        status = next_decision_before(fleet, tables, c, np.inf)
         if status != NEEDS_DECISION:
             return status
         _assign(fleet, tables, c, replicas[fleet.clusters[c]["request"]])

@@ -38,10 +38,16 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @jit
+def private_path(request):
+    """Content path of a request that shares nothing."""
+    return mix(np.uint64(request) ^ _PRIVATE)
+
+
+@jit
 def block_key(content, request, index, block_size):
     """Identity of block number ``index`` of a request: all content up to that block's end."""
     fact = content.facts[request]
-    path = mix(np.uint64(request) ^ _PRIVATE)
+    path = private_path(request)
     end = (index + 1) * block_size
     covered = 0
     for run in range(fact["run_start"], fact["run_start"] + fact["run_count"]):

@@ -5,8 +5,8 @@ score is the increase of the total cost of all requests there. So the harm done 
 Unfinished answers are assumed to be as long as predicted (``lookahead``) or as they will really
 be (``lookahead_oracle``). No further arrivals are assumed.
 
-The copy is made of counts only: cached prefixes count as the router believes them, and the cache
-itself is not rolled forward.
+The copy is made of counts only: cached prefixes count as the router believes them, the cache itself
+is not rolled forward, and a block that several requests share counts for each of them when freed.
 """
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from tailrace.compiled import jit
 from tailrace.sim import batching
 from tailrace.sim import server as servers
+from tailrace.sim.accounts import E2E_WEIGHT, LATE_WEIGHT, TTFT_WEIGHT
 from tailrace.sim.types import (
     SLOT_OFFSET,
     SLOT_REQUEST,
@@ -23,7 +24,6 @@ from tailrace.sim.types import (
 LOOKAHEAD, LOOKAHEAD_ORACLE = 23, 24
 #: An answer is expected to go on for at least this share of the predicted length.
 LEAST_SHARE_LEFT = 0.25
-E2E_WEIGHT, TTFT_WEIGHT, LATE_WEIGHT = 0.2, 1.0, 2.0
 
 
 @jit
@@ -102,6 +102,8 @@ def _copy(fleet, facts, c, r, oracle):
         if i < decodes:
             batching.become_decode(server, slots, phase, ghosts, i)
         count += 1
+    if server["busy"]:
+        server["fresh"] = 0  # booked when the iteration under way was formed
     n = server["queue_head"] if server["queue_len"] > 0 else -1
     server["queue_len"] = 0
     while n >= 0:
@@ -159,7 +161,7 @@ def _roll(fleet, content, kv, c, r):
 
 @jit
 def _total_cost(fleet, facts, c, count):
-    """Cost in s of all requests on the ghost; see LATE_WEIGHT for its terms."""
+    """Cost in s of all requests on the ghost; see accounts.py for its terms."""
     total = 0.0
     for k in range(count):
         request = fleet.ghost_requests[c, k]

@@ -112,6 +112,26 @@ def answering_context(server, cost, now):
 
 
 @jit
+def oldest_sent(server, slots, requests):
+    """When the longest waiting request without a first token was sent, s; inf: there is none.
+
+    Prompts being read come in the order they were sent, and so does the queue behind them.
+    """
+    oldest = np.inf
+    for i in range(server["n_decodes"], server["n_slots"]):
+        request = requests[slots[SLOT_REQUEST, i]]
+        if np.isnan(request["first"]):
+            oldest = min(oldest, request["sent"])
+    at = server["queue_head"] if server["queue_len"] > 0 else -1
+    while at >= 0:
+        request = requests[at]
+        if np.isnan(request["first"]):
+            return min(oldest, request["sent"])
+        at = request["next"]  # preempted while answering
+    return oldest
+
+
+@jit
 def die(server, slots, phase, kv, requests, facts, cost, now):
     """Lose everything at ``now`` (s): answering requests are lost, the others may go elsewhere.
 

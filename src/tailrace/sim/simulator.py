@@ -24,6 +24,7 @@ from tailrace.sim.types import (
     NEWS_FINISHED,
     NEWS_FIRST_TOKEN,
     Fleet,
+    Tables,
 )
 from tailrace.workload.table import RequestTable
 
@@ -128,12 +129,19 @@ class Simulation:
         )
         self._batches: list[NDArray[np.void]] = []
 
-    def look_only_at(self, *, metrics: bool, prefix: bool, context: bool) -> None:
-        """Spare the parts of the view that a policy does not read."""
+    def look_only_at(
+        self, *, metrics: bool, prefix: bool, context: bool, accounts: bool = False
+    ) -> None:
+        """Spare the parts of the view that a policy does not read; to be said before the start.
+
+        ``context`` stands for the tokens of answers under way and all moving averages; without
+        ``accounts`` nobody can ask what has accrued on the way.
+        """
         if not metrics:
             self._fleet.clusters["scrape_s"] = np.inf
         self._fleet.clusters["view_prefix"] = prefix
         self._fleet.clusters["view_context"] = context
+        self._fleet.clusters["accounts"] = accounts
 
     def copy(self) -> "Simulation":
         """Return an independent simulation in the same state, on the same requests."""
@@ -143,6 +151,11 @@ class Simulation:
         twin._fleet = Fleet._make(array.copy() for array in self._fleet)
         twin._batches = list(self._batches)
         return twin
+
+    @property
+    def arrays(self) -> tuple[Fleet, Tables]:
+        """The state itself, for compiled loops; the cluster is number 0."""
+        return self._fleet, self._tables
 
     @property
     def now(self) -> float:
@@ -281,7 +294,9 @@ class Simulation:
             ("partial_preemptions", "partial_preemptions"),
         ):
             replicas[target] = fleet.servers[0][source]
-        batches = np.concatenate(self._batches) if self._batches else None
-        if batches is not None:
+        batches = None
+        if fleet.batches.shape[1] > 0:
+            latest = fleet.batches[0, : fleet.clusters[0]["batch_count"]]
+            batches = np.concatenate([*self._batches, latest])
             batches = batches[np.lexsort((batches["replica"], batches["start_s"]))]
         return SimResult(self.table, requests, replicas, int(fleet.router[0]["decisions"]), batches)

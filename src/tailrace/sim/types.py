@@ -92,6 +92,7 @@ REQUEST_STATE = np.dtype(
         ("scheduled", "f8"),
         ("first", "f8"),
         ("done", "f8"),
+        ("deadline", "f8"),  # for the first token; see accounts.py
         ("prompt", "i4"),  # tokens to prefill; grows when it is preempted
         ("output", "i4"),  # tokens to decode, shrinks likewise
         ("processed", "i4"),  # valid outside the decode slots
@@ -104,6 +105,10 @@ REQUEST_STATE = np.dtype(
         ("cached", "i4"),  # prompt tokens found cached at first admission; -1: not admitted yet
         ("believed", "i4"),  # what the router believed to be cached
         ("context", "i4"),  # tokens the router has seen of it, while it is preempted
+        ("predicted", "i4"),  # output tokens the router predicted when it sent it
+        ("early", "i4"),  # neighbours by deadline among those without a first token
+        ("late", "i4"),
+        ("overdue", "i4"),  # 1: counted as past its deadline
     ]
 )
 
@@ -137,9 +142,34 @@ CLUSTER = np.dtype(
         ("static_prediction", "i8"),  # 1: predicted outputs come from the table
         ("batch_count", "i8"),  # recorded iterations in Fleet.batches
         ("news_count", "i8"),  # recorded news in Fleet.news
-        ("view_context", "i8"),  # 1: the view's context_tokens are wanted
+        ("view_context", "i8"),  # 1: the view's context_tokens and moving averages are wanted
         ("view_prefix", "i8"),  # 1: the view's cached_tokens are wanted for all replicas
         ("stuck", "i8"),  # 1: some replica has work but can form no batch
+        ("serial", "i8"),  # number of its start: equal in copies, different in all else
+        ("lowest", "i8"),  # all requests before this one are settled
+        ("highest", "i8"),  # no request after this one has arrived
+        # accounts, see accounts.py
+        ("accounts", "i8"),  # 1: they are kept
+        ("in_system", "i8"),  # requests, and the sum of their arrival times, s
+        ("in_system_since", "f8"),
+        ("unanswered", "i8"),  # requests without a first token, and the sum of their arrivals, s
+        ("unanswered_since", "f8"),
+        ("overdue", "i8"),  # of those, the ones past their deadline, and the sum of these, s
+        ("overdue_since", "f8"),
+        ("deadline_next", "i8"),  # first unanswered request that is not overdue yet, -1: none
+        ("deadline_last", "i8"),  # the one with the latest deadline
+        ("paid_e2e", "f8"),  # of what has ended: seconds in the system
+        ("paid_ttft", "f8"),  # seconds without a first token
+        ("paid_late", "f8"),  # seconds past the deadline
+        ("paid_soft", "f8"),  # first tokens, each by a logistic curve around its target
+        ("paid_early", "f8"),  # first tokens, each by how far it came under its target, 0..1
+        ("soft_centre", "f8"),  # of the logistic curve, as multiple of the target
+        ("soft_scale", "f8"),  # its width, likewise
+        ("early_share", "f8"),  # share of the target below which a first token is early
+        ("lost", "i8"),  # requests that failed
+        ("finished", "i8"),  # requests that were completed
+        ("finished_tokens", "i8"),  # their output tokens
+        ("ended_at", "f8"),  # when the last one ended, s
     ]
 )
 
@@ -211,7 +241,8 @@ class Fleet(NamedTuple):
     rows_free: NDArray[np.int64]  #: [C, N, S + 1] stack of unused rows of held; last = its size
     batches: NDArray[np.void]  #: [C, Z] BATCH, recorded iterations; Z = 0: do not record
     news: NDArray[np.void]  #: [C, Y] NEWS since the last decision; Y = 0: do not record
-    run_scratch: NDArray[np.int32]  #: [C, most runs of a request] working memory
+    key_scratch: NDArray[np.uint64]  #: [C, most runs of a request] working memory
+    run_scratch: NDArray[np.int32]  #: the same
     # working memory of the look-ahead: a copy of one server
     ghost: NDArray[np.void]  #: [C, 1] SERVER
     ghost_slots: NDArray[np.int64]  #: [C, SLOT_ROWS, S]

@@ -251,6 +251,18 @@ RULES = (
     ),
 )
 
+#: A trained network. No rule of its own: its parameters are read from a file (policy/learned.py),
+#: and it may look at everything.
+LEARNED = Rule(
+    "learned",
+    25,
+    "own",
+    "the replica of highest logit",
+    uses_metrics=True,
+    uses_prefix=True,
+    uses_context=True,
+)
+
 
 @jit
 def score(code, view, params, scores):

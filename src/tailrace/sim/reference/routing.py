@@ -55,6 +55,8 @@ class PolicyDispatcher(Dispatcher):
         self.prefix_hash = prefix_hash(table)
         self.last_replica: dict[int, int] = {}
         self.sent_s: dict[int, float] = {}
+        self.predicted_then: dict[int, int] = {}
+        self.waiting: list[dict[int, float]] = [{} for _ in replicas]
         self.believed: dict[int, int] = {}
         self.answering: list[dict[int, Request]] = [{} for _ in replicas]
         self.snapshots = 0
@@ -89,7 +91,10 @@ class PolicyDispatcher(Dispatcher):
             raise RuntimeError("asked to route while no replica is available")
         cached = int(self.views["cached_tokens"][replica])
         self.router["decisions"] += 1
-        ledger.sent(self.views[replica], request.prompt, cached, now)
+        predicted = ledger.whole_tokens(self.request_view["predicted_output"])
+        self.predicted_then[request.id] = predicted
+        ledger.sent(self.views[replica], request.prompt, cached, predicted, now)
+        self.waiting[replica][request.id] = now
         self._index_content(replica, request.id, 0, now)
         self.sent_s[request.id] = now
         self.believed[request.id] = cached
@@ -133,6 +138,9 @@ class PolicyDispatcher(Dispatcher):
                 # The last token of a prompt is always computed, so its block never counts.
                 view["cached_tokens"] = min(match, request.prompt - 1) // size * size
                 view["index_tokens"] = prefix.held_tokens(self.index, number)
+            if self.waiting[number]:
+                view["oldest_sent"] = min(self.waiting[number].values())
+        ledger.look(self.views, self.router, float(self.request_view["now"]))
 
     # ---- what comes back ------------------------------------------------------------------------
 
@@ -141,13 +149,16 @@ class PolicyDispatcher(Dispatcher):
         prompt = int(self.table.rows["prompt_tokens"][request.id])
         view = self.views[server.number]
         ledger.answering(view, prompt, self.believed[request.id], self.sent_s[request.id])
+        del self.waiting[server.number][request.id]
         self.answering[server.number][request.id] = request
         self._tell("first_token", server.number, request, now)
 
     def finished(self, server: Server, request: Request, now: float) -> None:
         """The replica has the prompt and the whole answer in its cache."""
-        output = int(self.table.rows["output_tokens"][request.id])
-        ledger.finished(self.views[server.number], self.router, output)
+        row = self.table.rows[request.id]
+        prompt, output = int(row["prompt_tokens"]), int(row["output_tokens"])
+        view = self.views[server.number]
+        ledger.finished(view, self.router, prompt, self.predicted_then[request.id], output)
         del self.answering[server.number][request.id]
         self._index_content(server.number, request.id, output, now)
         self._tell("finished", server.number, request, now)
@@ -155,6 +166,7 @@ class PolicyDispatcher(Dispatcher):
     def lost(self, server: Server, requests: Sequence[Request], now: float) -> None:
         """Nothing is left of what the router knew about the replica."""
         ledger.lost(self.views[server.number])
+        self.waiting[server.number].clear()
         self.answering[server.number].clear()
         prefix.forget(self.index, server.number)
         for request in requests:
@@ -168,12 +180,15 @@ class PolicyDispatcher(Dispatcher):
 
     def _runs(self, request_id: int) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
         row = self.table.rows[request_id]
+        if row["run_count"] == 0:  # takes room in the cache, though nobody will ask for it
+            private = np.array([-1 - request_id], np.int64).view(np.uint64)
+            return private, np.array([row["prompt_tokens"]], np.int32)
         runs = slice(int(row["run_start"]), int(row["run_start"]) + int(row["run_count"]))
         return self.run_keys[runs], self.table.runs["tokens"][runs].copy()
 
     def _index_content(self, replica: int, request_id: int, output: int, now: float) -> None:
         keys, tokens = self._runs(request_id)
-        if self.caching[replica] and keys.size > 0:
+        if self.caching[replica]:
             tokens[-1] += output  # the answer continues the stream of the last run
             capacity = self.views["capacity_tokens"][replica]
             prefix.insert(self.index, replica, keys, tokens, capacity, now)

@@ -1,0 +1,1 @@
+"""Learning to route: demonstrations, cloning, and improvement by trying every choice."""

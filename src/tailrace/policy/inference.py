@@ -1,0 +1,285 @@
+"""Forward pass of a learned policy in compiled code, without torch.
+
+All numbers lie in one array of float32, the vector of :func:`tailrace.policy.architecture.pack`
+seen as such; the functions below take offsets into it, as the header gives them. Replicas are
+computed two at a time and inputs four at a time, and the innermost loop runs over outputs, which
+lie side by side: so LLVM makes vector instructions of it, and each weight that is loaded is used
+twice.
+"""
+
+import numpy as np
+
+from tailrace.compiled import vectorised
+from tailrace.policy import architecture as a
+
+f32 = np.float32
+HALF, ONE = f32(0.5), f32(1.0)
+LAYER_NORM_EPS = f32(1e-5)
+#: GELU in its tanh form: x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))).
+GELU_SCALE, GELU_CUBE = f32(np.sqrt(2 / np.pi)), f32(0.044715)
+#: tanh as a quotient of polynomials on [-7.9, 7.9] (Eigen's): within 4e-7, and it vectorises.
+TANH_RANGE = f32(7.90531110763549805)
+T13, T11, T9 = f32(-2.76076847742355e-16), f32(2.00018790482477e-13), f32(-8.60467152213735e-11)
+T7, T5, T3 = f32(5.12229709037114e-08), f32(1.48572235717979e-05), f32(6.37261928875436e-04)
+T1 = f32(4.89352455891786e-03)
+U6, U4 = f32(1.19825839466702e-06), f32(1.18534705686654e-04)
+U2, U0 = f32(2.26843463243900e-03), f32(4.89352518554385e-03)
+
+
+@vectorised
+def _tanh(x):
+    x = min(max(x, -TANH_RANGE), TANH_RANGE)
+    s = x * x
+    over = ((((((s * T13 + T11) * s + T9) * s + T7) * s + T5) * s + T3) * s + T1) * x
+    under = ((s * U6 + U4) * s + U2) * s + U0
+    return over / under
+
+
+@vectorised
+def _gelu(values):
+    for i in range(values.size):
+        x = values[i]
+        values[i] = HALF * x * (ONE + _tanh(GELU_SCALE * (x + GELU_CUBE * x * x * x)))
+
+
+@vectorised
+def _multiply(f, x, n, inputs, weight, outputs, y):
+    """Add ``x`` [n, inputs] times ``weight`` [inputs, outputs] to ``y`` [n, outputs], n even."""
+    for i in range(0, n, 2):
+        ya = f[y + i * outputs : y + (i + 1) * outputs]
+        yb = f[y + (i + 1) * outputs : y + (i + 2) * outputs]
+        w = weight
+        xa = x + i * inputs
+        xb = xa + inputs
+        for _ in range(inputs // 4):
+            w0, w1 = f[w : w + outputs], f[w + outputs : w + 2 * outputs]
+            w2, w3 = f[w + 2 * outputs : w + 3 * outputs], f[w + 3 * outputs : w + 4 * outputs]
+            a0, a1, a2, a3 = f[xa], f[xa + 1], f[xa + 2], f[xa + 3]
+            b0, b1, b2, b3 = f[xb], f[xb + 1], f[xb + 2], f[xb + 3]
+            for o in range(outputs):
+                ya[o] += a0 * w0[o] + a1 * w1[o] + a2 * w2[o] + a3 * w3[o]
+                yb[o] += b0 * w0[o] + b1 * w1[o] + b2 * w2[o] + b3 * w3[o]
+            xa += 4
+            xb += 4
+            w += 4 * outputs
+        for _ in range(inputs % 4):
+            w0 = f[w : w + outputs]
+            a0, b0 = f[xa], f[xb]
+            for o in range(outputs):
+                ya[o] += a0 * w0[o]
+                yb[o] += b0 * w0[o]
+            xa += 1
+            xb += 1
+            w += outputs
+
+
+@vectorised
+def _multiply_one(f, x, inputs, weight, outputs, y):
+    """Add the vector ``x`` [inputs] times ``weight`` [inputs, outputs] to ``y`` [outputs]."""
+    target = f[y : y + outputs]
+    for k in range(inputs):
+        w = f[weight + k * outputs : weight + (k + 1) * outputs]
+        value = f[x + k]
+        for o in range(outputs):
+            target[o] += value * w[o]
+
+
+@vectorised
+def _copy(f, source, size, target):
+    for k in range(size):
+        f[target + k] = f[source + k]
+
+
+@vectorised
+def _layer_norm(f, y, n, size, gain, bias):
+    g, b = f[gain : gain + size], f[bias : bias + size]
+    for i in range(n):
+        row = f[y + i * size : y + (i + 1) * size]
+        total = f32(0)
+        for k in range(size):
+            total += row[k]
+        mean = total / f32(size)
+        squares = f32(0)
+        for k in range(size):
+            squares += (row[k] - mean) * (row[k] - mean)
+        scale = ONE / np.sqrt(squares / f32(size) + LAYER_NORM_EPS)
+        for k in range(size):
+            row[k] = (row[k] - mean) * scale * g[k] + b[k]
+
+
+@vectorised
+def _at(params, part):
+    """Offset of a part in the array of float32, or a size."""
+    return np.int64(params[part])
+
+
+@vectorised
+def _rows_of(f, start, n, size, bias):
+    """Begin a layer: each of ``n`` rows at ``start`` becomes the bias."""
+    for i in range(n):
+        _copy(f, bias, size, start + i * size)
+
+
+@vectorised
+def _clear(f, start, size):
+    for k in range(start, start + size):
+        f[k] = f32(0)
+
+
+@vectorised
+def _encode(params, f, n):
+    """Embed each replica by itself: X and G to H."""
+    hidden = _at(params, a.HIDDEN)
+    features = _at(params, a.FEATURES)
+    shared, first, h = _at(params, a.SHARED), _at(params, a.FIRST), _at(params, a.H)
+    _copy(f, _at(params, a.INPUT_BIAS), hidden, shared)
+    weight = _at(params, a.REQUEST_WEIGHT)
+    _multiply_one(f, _at(params, a.G), _at(params, a.GLOBALS), weight, hidden, shared)
+    _rows_of(f, first, n, hidden, shared)
+    _multiply(f, _at(params, a.X), n, features, _at(params, a.REPLICA_WEIGHT), hidden, first)
+    _layer_norm(f, first, n, hidden, _at(params, a.NORM_GAIN), _at(params, a.NORM_BIAS))
+    _gelu(f[first : first + n * hidden])
+    _rows_of(f, h, n, hidden, _at(params, a.HIDDEN_BIAS))
+    _multiply(f, first, n, hidden, _at(params, a.HIDDEN_WEIGHT), hidden, h)
+    _gelu(f[h : h + n * hidden])
+
+
+@vectorised
+def _attend(params, f, n):
+    """Let every replica look at the available ones, and add the result to H."""
+    hidden, width = _at(params, a.HIDDEN), _at(params, a.ATTENTION)
+    h, projected, mixed = _at(params, a.H), _at(params, a.PROJECTED), _at(params, a.MIXED)
+    _clear(f, projected, 3 * n * width)
+    _clear(f, mixed, n * width)
+    _multiply(f, h, n, hidden, _at(params, a.PROJECTION_WEIGHT), 3 * width, projected)
+    heads = _at(params, a.HEADS)
+    size = width // heads
+    for i in range(n):
+        for head in range(heads):
+            column = head * size
+            _attention_weights(params, f, n, i, column, size)
+            target = f[mixed + i * width + column : mixed + i * width + column + size]
+            for j in range(n):
+                weight = f[_at(params, a.WEIGHTS) + j]
+                start = projected + (3 * j + 2) * width + column
+                value = f[start : start + size]
+                for k in range(size):
+                    target[k] += weight * value[k]
+    _multiply(f, mixed, n, width, _at(params, a.OUTPUT_WEIGHT), hidden, h)
+
+
+@vectorised
+def _attention_weights(params, f, n, i, column, size):
+    """Softmax over the available replicas, into WEIGHTS; all zero if there is none."""
+    width, mask = _at(params, a.ATTENTION), _at(params, a.MASK)
+    projected = _at(params, a.PROJECTED) + column
+    query = f[projected + 3 * i * width : projected + 3 * i * width + size]
+    weights = f[_at(params, a.WEIGHTS) : _at(params, a.WEIGHTS) + n]
+    most = f32(-np.inf)
+    for j in range(n):
+        start = projected + (3 * j + 1) * width
+        key = f[start : start + size]
+        total = f32(0)
+        for k in range(size):
+            total += query[k] * key[k]
+        weights[j] = total
+        if f[mask + j] > 0:
+            most = max(most, total)
+    sum_ = f32(0)
+    for j in range(n):
+        weights[j] = np.exp(weights[j] - most) if f[mask + j] > 0 else f32(0)
+        sum_ += weights[j]
+    for j in range(n):
+        weights[j] /= max(sum_, ONE)
+
+
+@vectorised
+def _remember(params, f, n):
+    """Move the memory on by the mean embedding of the available replicas (a GRU)."""
+    hidden, memory = _at(params, a.HIDDEN), _at(params, a.MEMORY)
+    h, mask, pooled = _at(params, a.H), _at(params, a.MASK), _at(params, a.SHARED)
+    _clear(f, pooled, hidden)
+    count = f32(0)
+    for i in range(n):
+        count += f[mask + i]
+    for i in range(n):
+        share = f[mask + i] / max(count, ONE)
+        for k in range(hidden):
+            f[pooled + k] += share * f[h + i * hidden + k]
+    gates, state = _at(params, a.GATES), _at(params, a.M)
+    recurrent = gates + 3 * memory
+    _copy(f, _at(params, a.GRU_INPUT_BIAS), 3 * memory, gates)
+    _copy(f, _at(params, a.GRU_MEMORY_BIAS), 3 * memory, recurrent)
+    _multiply_one(f, pooled, hidden, _at(params, a.GRU_INPUT_WEIGHT), 3 * memory, gates)
+    _multiply_one(f, state, memory, _at(params, a.GRU_MEMORY_WEIGHT), 3 * memory, recurrent)
+    for k in range(memory):
+        reset = HALF + HALF * _tanh(HALF * (f[gates + k] + f[recurrent + k]))
+        keep = gates + memory + k
+        update = HALF + HALF * _tanh(HALF * (f[keep] + f[keep + 3 * memory]))
+        new = gates + 2 * memory + k
+        candidate = _tanh(f[new] + reset * f[new + 3 * memory])
+        f[state + k] = (ONE - update) * candidate + update * f[state + k]
+
+
+@vectorised
+def _score(params, f, n):
+    """One logit per replica, with the prior's share: H to LOGITS."""
+    units, memory = _at(params, a.SCORER), _at(params, a.MEMORY)
+    shared, s, logits = _at(params, a.SHARED), _at(params, a.S), _at(params, a.LOGITS)
+    _copy(f, _at(params, a.SCORER_BIAS), units, shared)
+    weight = _at(params, a.SCORER_MEMORY_WEIGHT)
+    _multiply_one(f, _at(params, a.M), memory, weight, units, shared)
+    _rows_of(f, s, n, units, shared)
+    hidden = _at(params, a.HIDDEN)
+    _multiply(f, _at(params, a.H), n, hidden, _at(params, a.SCORER_WEIGHT), units, s)
+    _gelu(f[s : s + n * units])
+    last = f[_at(params, a.LOGIT_WEIGHT) : _at(params, a.LOGIT_WEIGHT) + units]
+    prior_weight = f32(params[a.PRIOR_WEIGHT])
+    for i in range(n):
+        row = f[s + i * units : s + (i + 1) * units]
+        total = f32(0)
+        for k in range(units):
+            total += row[k] * last[k]
+        total += f[_at(params, a.LOGIT_BIAS)]
+        f[logits + i] = total - prior_weight * f[_at(params, a.PRIOR) + i]
+
+
+@vectorised
+def run(params, f, n):
+    """From X, G, MASK and PRIOR of ``n`` replicas to LOGITS; ``f`` is ``params`` as float32."""
+    rows = n + n % 2
+    for i in range(n, rows):  # the spare row takes part in nothing
+        features = _at(params, a.FEATURES)
+        _clear(f, _at(params, a.X) + i * features, features)
+        f[_at(params, a.MASK) + i] = f32(0)
+        f[_at(params, a.PRIOR) + i] = f32(0)
+    _encode(params, f, rows)
+    _attend(params, f, rows)
+    if params[a.MEMORY] > 0:
+        _remember(params, f, rows)
+    _score(params, f, rows)
+
+
+@vectorised
+def forward(params, replica_obs, request_obs, available, prior, logits):
+    """Fill ``logits`` [n], -inf where ``available`` [n] is false; moves the memory on.
+
+    ``replica_obs`` [n, features], ``request_obs`` [globals], ``prior`` [n] standardised scores.
+    """
+    n, features = replica_obs.shape
+    if n >= params[a.ROWS] or features != params[a.FEATURES]:
+        raise ValueError("too many replicas for this network, or another number of features")
+    if request_obs.size != params[a.GLOBALS]:
+        raise ValueError("another number of features of the request than this network has")
+    f = params.view(np.float32)
+    x, g = _at(params, a.X), _at(params, a.G)
+    for k in range(request_obs.size):
+        f[g + k] = request_obs[k]
+    for i in range(n):
+        for k in range(features):
+            f[x + i * features + k] = replica_obs[i, k]
+        f[_at(params, a.MASK) + i] = ONE if available[i] else f32(0)
+        f[_at(params, a.PRIOR) + i] = prior[i]
+    run(params, f, n)
+    for i in range(n):
+        logits[i] = f[_at(params, a.LOGITS) + i] if available[i] else -np.inf

@@ -128,7 +128,7 @@ def in_child(statement: str, **environment: str) -> dict[str, Any]:
 
 
 def long_run(requests: int) -> dict[str, float]:
-    """One run, from making the requests to the result: CPU microseconds per request, peak memory."""
+    """One run from making the requests to the result: CPU time per request, peak memory."""
     simulate(cluster(4), chat(100, 4, 0.8), "round_robin")
     marks = [time.process_time()]
     table = chat(requests, 4, 0.8)

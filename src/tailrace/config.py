@@ -8,14 +8,19 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tailrace.errors import TailraceError, unknown_name
 
 Tokens = Annotated[int, Field(ge=1, le=2**30)]
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+#: Outside of these a run would take for ever, or its times would lose all digits.
+MIN_RATE, MAX_RATE = 1e-6, 1e7
+SpeedFactor = Annotated[float, Field(ge=1e-3, le=1000, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=MIN_RATE, le=MAX_RATE, allow_inf_nan=False)]
+#: Metrics that are fresher than this are as good as always fresh, which is 0.
+MIN_STALENESS_S = 1e-3
 
 MAX_REPLICAS = 1024
 
@@ -55,7 +60,7 @@ class Replica(Settings):
     """Device and model preset that gives cost model and KV memory (see `tailrace devices`)."""
     cost: CostModel | None = None
     """Cost model of its own instead of the preset's."""
-    speed: float = Field(default=1.0, gt=0, le=1000, allow_inf_nan=False)
+    speed: SpeedFactor = 1.0
     """Relative speed: iteration times are divided by it."""
     scheduler: SchedulerName = "vllm_v1"
     """How the server forms batches."""
@@ -67,9 +72,9 @@ class Replica(Settings):
     """Most requests that run at once."""
     chunk_size: int = Field(default=512, ge=1, le=2**20)
     """Tokens per iteration (sarathi, vllm_v1)."""
-    max_batch_tokens: int = Field(default=4096, ge=1, le=2**26)
+    max_batch_tokens: int = Field(default=16384, ge=1, le=2**26)
     """Padded tokens of a prefill batch (vllm), or its sum (lightllm)."""
-    watermark: float = Field(default=0.01, ge=0, lt=1)
+    watermark: float = Field(default=0.01, ge=0, lt=1, allow_inf_nan=False)
     """Share of blocks kept free when a request is admitted (sarathi, vllm)."""
     prefix_caching: bool = True
     """Reuse cached blocks of equal prefixes (vllm_v1 only)."""
@@ -77,7 +82,7 @@ class Replica(Settings):
     """Tokens' worth of extra blocks taken with each new block (vllm_v1)."""
     num_stages: int = Field(default=1, ge=1, le=64)
     """Pipeline stages; more than one runs on the reference engine."""
-    max_request_tokens: int = Field(default=4096, ge=1, le=2**26)
+    max_request_tokens: int = Field(default=16384, ge=1, le=2**26)
     """Tokens reserved per request (orca, faster_transformer)."""
     max_waiting_iters: int = Field(default=10, ge=1, le=2**20)
     """Decode iterations between two attempts to admit (lightllm)."""
@@ -86,14 +91,14 @@ class Replica(Settings):
 class Event(Settings):
     """Something that happens to a replica during a run."""
 
-    at_s: Seconds
+    at_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
     """When, in seconds from the start."""
     replica: int = Field(ge=0, lt=MAX_REPLICAS)
     """Which replica, counted from 0."""
     kind: Literal["slow", "die", "return", "drain"]
     """slow: its speed is multiplied by `factor` from its next iteration on; die: all it holds is
     lost; return: it is back, empty after a death; drain: it gets no new requests."""
-    factor: float = Field(default=1.0, gt=0, le=1000)
+    factor: SpeedFactor = 1.0
     """Multiple of the configured speed (slow)."""
 
 
@@ -127,17 +132,27 @@ PredictorName = Literal["mean", "exact", "bucket", "noisy"]
 class Router(Settings):
     """What the router knows and how old it is."""
 
-    staleness_s: Seconds = 0.5
+    staleness_s: float = Field(default=0.5, ge=0, le=1e6, allow_inf_nan=False)
     """Seconds between two metrics snapshots of a replica; 0: always fresh."""
     predictor: PredictorName = "mean"
     """Predicted output length: mean of finished outputs, exact, bucket (upper power of two), or
     noisy (exact times lognormal noise)."""
-    predictor_sigma: float = Field(default=0.5, ge=0, le=5)
+    predictor_sigma: float = Field(default=0.5, ge=0, le=5, allow_inf_nan=False)
     """Sigma of the noisy predictor."""
     prior_output_tokens: Positive = 256.0
     """Predicted output before any request has finished."""
     index_entries: int = Field(default=4096, ge=16, le=2**20)
     """Prefixes the router remembers per replica."""
+
+    @field_validator("staleness_s")
+    @classmethod
+    def _fresh_or_not(cls, value: float) -> float:
+        if 0 < value < MIN_STALENESS_S:
+            raise ValueError(f"must be 0 (always fresh) or at least {MIN_STALENESS_S:g}")
+        return value
+
+
+ArrivalsName = Literal["native", "poisson", "gamma", "mmpp", "diurnal", "onoff", "trace"]
 
 
 class Workload(Settings):
@@ -147,15 +162,15 @@ class Workload(Settings):
     """Built-in workload (see `tailrace workload list`), or a file of requests."""
     requests: int = Field(default=10_000, ge=1, le=50_000_000)
     """How many requests."""
-    rate: Positive | None = None
+    rate: Rate | None = None
     """Requests per second; takes precedence over load."""
-    load: float | None = Field(default=0.8, gt=0, le=100)
+    load: float | None = Field(default=0.8, gt=0, le=100, allow_inf_nan=False)
     """Fraction of the cluster's measured capacity."""
-    arrivals: Literal["native", "poisson", "gamma", "mmpp", "diurnal", "onoff", "trace"] = "native"
+    arrivals: ArrivalsName = "native"
     """Arrival process instead of the workload's own."""
-    arrival_cv: Positive = 2.0
+    arrival_cv: float = Field(default=2.0, ge=0.01, le=1000, allow_inf_nan=False)
     """Coefficient of variation of gaps (gamma arrivals, and inside mmpp states)."""
-    time_scale: Positive = 1.0
+    time_scale: float = Field(default=1.0, ge=1e-6, le=1e6, allow_inf_nan=False)
     """Stretch of a trace's arrival times: 0.5 plays it twice as fast."""
     ttft_slo_s: Positive = 1.0
     """Target for the time to first token."""

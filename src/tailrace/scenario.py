@@ -99,7 +99,13 @@ def resolve_rate(scenario: Scenario) -> float | None:
         return workload.rate
     if workload.load is None:
         return None
-    return workload.load * capacity_rps(scenario)
+    rate = workload.load * capacity_rps(scenario)
+    if not config.MIN_RATE <= rate <= config.MAX_RATE:
+        raise TailraceError(
+            f"a load of {workload.load:g} comes to {rate:g} requests/s; "
+            f"a rate must be from {config.MIN_RATE:g} to {config.MAX_RATE:g}"
+        )
+    return rate
 
 
 def with_capacity(scenario: Scenario) -> Scenario:

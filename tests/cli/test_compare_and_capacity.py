@@ -1,7 +1,9 @@
+import json
 from pathlib import Path
 
 import pytest
 
+from tailrace import scenario as scenarios
 from tailrace.evaluate import capacity
 from tailrace.seeds import Purpose, purpose_of
 
@@ -27,7 +29,7 @@ def test_ranked_table(run):
 def test_json(run_json):
     found = run_json("compare", *QUICK, *TWO, "--seeds", 2, "--jobs", 1, "--reference", "random")
     assert found["reference"] == "random"
-    assert all(purpose_of(seed) is Purpose.EVALUATION for seed in found["seeds"])
+    assert all(purpose_of(seed) is Purpose.TUNING for seed in found["seeds"])
     assert [len(e["runs"]) for e in found["entries"]] == [2, 2]
     found = run_json("compare", *QUICK, *TWO, "--seeds", 1, "--seed", 5, "--jobs", 1)
     assert found["seeds"] == [5]
@@ -40,10 +42,34 @@ def test_all_built_in_policies_by_default(run_json):
     assert {e["policy"] for e in found["entries"]} == {rule.name for rule in registry.rules()}
 
 
+REFERENCE = ("--scheduler", "orca", "--max-request-tokens", 20000, "--requests", 30, "--rate", 5)
+
+
+def test_rules_the_reference_engine_cannot_run_are_left_out(run):
+    from tailrace.policy import registry
+
+    result = run("compare", *REFERENCE, "--seeds", 1, "--jobs", 1, "--json")
+    ran = {entry["policy"] for entry in json.loads(result.stdout)["entries"]}
+    assert ran == {rule.name for rule in registry.rules() if not rule.in_engine}
+    left_out = ", ".join(rule.name for rule in registry.rules() if rule.in_engine)
+    assert left_out.startswith("lookahead")
+    assert result.stderr == f"left out on the reference engine: {left_out}\n"
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare", "capacity"])
+def test_look_ahead_asked_for_on_the_reference_engine(refuse, command):
+    args = REFERENCE[:-2] if command == "capacity" else REFERENCE
+    assert refuse(command, *args, "-p", "lookahead") == (
+        "lookahead needs the compiled engine: scheduler orca runs on the reference engine only"
+    )
+
+
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(capacity, "MIN_REQUESTS", 200)
     monkeypatch.setattr(capacity, "REQUESTS_PER_REPLICA", 200)
+    monkeypatch.setattr(capacity, "MIN_PROBE_REQUESTS", 20)
+    monkeypatch.setattr(capacity, "PROBE_REQUESTS_PER_REPLICA", 20)
 
 
 def test_capacity_within_an_slo(run, run_json, small):
@@ -78,8 +104,23 @@ def test_saturation_is_measured_and_stored(run, run_json, small):
 def test_a_capacity_is_stored_only_where_it_belongs(refuse):
     Path("mine.toml").write_text("")
     assert "give --saturation with it" in refuse("capacity", "--write", "--config", "mine.toml")
-    assert "needs the --scenario or --config" in refuse("capacity", "--saturation", "--write")
+    assert "needs the --config" in refuse("capacity", "--saturation", "--write")
+    message = refuse("capacity", "--saturation", "--write", "--scenario", "demo")
+    assert "needs the --config" in message
+    shipped = scenarios.find("demo")
+    message = refuse("capacity", "--saturation", "--write", "--config", shipped)
+    assert "is a shipped scenario" in message
     message = refuse(
         "capacity", "--saturation", "--write", "--config", "mine.toml", "--replicas", 2
     )
     assert "describes another cluster or traffic" in message
+
+
+def test_maintainers_can_store_the_capacity_of_a_shipped_scenario(run_json, small, monkeypatch):
+    shipped = Path("shipped")
+    shipped.mkdir()
+    (shipped / "tiny.toml").write_text('[workload]\nname = "chat"\n')
+    monkeypatch.setattr(scenarios, "SHIPPED", shipped)
+    args = ("capacity", "--saturation", "--scenario", "tiny", "--write-shipped")
+    found = run_json(*args)
+    assert scenarios.load("tiny").capacity_rps == pytest.approx(found["saturation_rps"], rel=1e-5)

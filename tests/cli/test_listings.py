@@ -105,6 +105,11 @@ def test_workload_import(run, run_json):
     Path("vidur.csv").write_text("num_prefill_tokens,num_decode_tokens\n10,20\n")
     text = run("workload", "import", "vidur.csv", "--format", "vidur", "--out", "v.csv").stdout
     assert "no arrival times" in text
+    for out in ("v.csv", "v.parquet"):
+        run("workload", "import", "vidur.csv", "--out", out)
+        assert "no arrival times to replay" in run("workload", "stats", out, code=2).stderr
+        args = ("workload", "stats", out, "--arrivals", "poisson")
+        assert run_json(*args)["prompt_tokens"]["mean"] == 10.0
     found = run_json("workload", "import", "azure.csv", "--out", "mine.parquet")
     assert (found["requests"], found["format"], found["skipped"]) == (2, "azure", 0)
 

@@ -77,7 +77,9 @@ def test_options_win_over_the_file_and_the_file_over_the_scenario(file):
 def test_load_and_rate_overrule_each_other_by_layer(file):
     path = file("[workload]\nrate = 3.0\n")
     assert scenario("--config", path, "--load", 0.5).workload.rate is None
-    assert scenario("--config", path, "--load", 0.5, "--rate", 2).workload.rate == 2
+    assert scenario("--config", path, "--rate", 2).workload.rate == 2
+    with pytest.raises(TailraceError, match="--rate and --load both"):
+        scenario("--config", path, "--load", 0.5, "--rate", 2)
     other = file("[workload]\nload = 0.4\n")
     assert scenario("--config", other, "--rate", 9).workload.rate == 9
 

@@ -24,6 +24,8 @@ def small(monkeypatch):
     monkeypatch.setattr(capacity, "MIN_REQUESTS", 400)
     monkeypatch.setattr(capacity, "REQUESTS_PER_REPLICA", 400)
     monkeypatch.setattr(capacity, "SESSION_REQUESTS_PER_REPLICA", 400)
+    monkeypatch.setattr(capacity, "MIN_PROBE_REQUESTS", 100)
+    monkeypatch.setattr(capacity, "PROBE_REQUESTS_PER_REPLICA", 100)
 
 
 def test_middle_throughput_looks_at_the_middle_only():
@@ -118,6 +120,25 @@ def test_objectives_nothing_can_meet_and_everything_meets(small, monkeypatch):
 def test_bad_objectives(kind, limit, message):
     with pytest.raises(TailraceError, match=message):
         Objective(kind, limit)
+
+
+def test_a_step_of_the_search_has_enough_requests(small):
+    scenario = one_replica().model_copy(update={"capacity_rps": 7.4})
+    scenario = scenario.model_copy(update={"workload": Workload(name="chat", requests=1)})
+    found = max_load(scenario, "random", [Objective("ttft_p99_s", 1e-6)])
+    assert {p.summary.requests for p in found.probes} == {100}
+
+
+def test_the_reference_engine_measures_with_few_requests(monkeypatch):
+    calls = []
+
+    def throughput(scenario, rate, seed):
+        calls.append(scenario.workload.requests)
+        return 2 * rate
+
+    monkeypatch.setattr(capacity, "_throughput_rps", throughput)
+    saturation_rps(one_replica(scheduler="orca"))
+    assert calls == [400, 400, 400]
 
 
 def test_max_load_needs_an_objective():

@@ -1,11 +1,12 @@
 import multiprocessing
+import os
 
 import numpy as np
 import pytest
 
 from tailrace.config import Scenario, Workload
 from tailrace.errors import TailraceError
-from tailrace.evaluate.compare import _run_all, _Task, averaged, compare, ratio_interval
+from tailrace.evaluate.compare import _cores, _run_all, _Task, averaged, compare, ratio_interval
 from tailrace.evaluate.metrics import Latency
 
 SCENARIO = Scenario(workload=Workload(name="chat", requests=60, rate=20.0))
@@ -51,6 +52,12 @@ def test_processes_go_when_nobody_waits_for_them():
     assert len(multiprocessing.active_children()) == 2
     results.close()
     assert not multiprocessing.active_children()
+
+
+def test_cores_where_the_system_knows_no_affinity(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert _cores() == 3
 
 
 def test_a_missing_reference_joins():

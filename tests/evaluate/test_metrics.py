@@ -8,6 +8,7 @@ from results import make_result
 from tailrace.errors import TailraceError
 from tailrace.evaluate.metrics import Latency, composite_cost_s, slo_met, summarise
 from tailrace.output.jsons import dumps
+from tailrace.sim.accounts import LOST_COST_S
 from tailrace.sim.result import FAILED, FINISHED, PENDING
 
 
@@ -73,7 +74,7 @@ def test_no_request_finished(status):
     )
     assert s.finished == 0
     assert s.failed + s.pending == 2
-    assert s.cost_s is None
+    assert s.cost_s > LOST_COST_S
     assert s.e2e_s.mean is None
     assert s.requests_per_s == s.goodput_rps == s.slo_attainment == 0.0
     assert s.imbalance == 1.0
@@ -86,7 +87,31 @@ def test_failed_requests_keep_their_first_token_but_have_no_end():
     )
     assert s.ttft_s.mean == pytest.approx(0.6)
     assert s.e2e_s.mean == 2.0
-    assert s.cost_s == pytest.approx(0.2 * 2.0 + 0.5)
+    lost = LOST_COST_S + 0.2 * 9.0 + 0.7
+    assert s.cost_s == pytest.approx((0.2 * 2.0 + 0.5 + lost) / 2)
+
+
+def test_losing_requests_is_never_cheap():
+    never = np.nan
+    result = make_result(
+        [0.0, 1.0, 2.0, 4.0, 5.0],
+        # finished, failed, failed before its answer, never routed, never arrived
+        first=[0.5, 1.5, never, never, never],
+        finished=[9.0, 3.0, 5.0, never, never],
+        status=[FINISHED, FAILED, FAILED, PENDING, PENDING],
+        arrived_s=[0.0, 1.0, 2.0, 4.0, never],
+    )
+    np.testing.assert_allclose(
+        composite_cost_s(result),
+        [
+            0.2 * 9 + 0.5,
+            30 + 0.2 * 2 + 0.5,
+            30 + 0.2 * 3 + 3 + 2 * (3 - 1),
+            30 + 0.2 * 5 + 5 + 2 * (5 - 1),
+            30,
+        ],
+    )
+    assert summarise(result).cost_s == pytest.approx(composite_cost_s(result).mean())
 
 
 def test_warm_up_is_left_out():

@@ -79,7 +79,7 @@ def test_narrow_terminals_lose_the_least_important_columns(comparison):
 
 
 def test_failures_get_a_column_when_there_are_any(comparison):
-    assert "failed" not in text(print_comparison, comparison)
+    assert "unserved" not in text(print_comparison, comparison).splitlines()[1]
     run = summarise(make_result([0.0, 0.0], [1.0, 1.0], [2.0, 2.0], status=[1, FAILED]))
     entries = (Entry("random", None, averaged([run, run]), (run, run)), *comparison.entries)
     output = text(
@@ -87,7 +87,7 @@ def test_failures_get_a_column_when_there_are_any(comparison):
         Comparison(Scenario(), None, (1, 2), "least_outstanding", entries),
         width=140,
     )
-    assert "failed" in output.splitlines()[1]
+    assert "unserved" in output.splitlines()[1]
     assert output.splitlines()[2].split()[-1] == "2"
     assert "own pace" in output
 

@@ -8,6 +8,7 @@ import click
 from tailrace import scenario as scenarios
 from tailrace.cli import console, names
 from tailrace.cli.options import (
+    SEED,
     SectionedCommand,
     SectionOption,
     json_option,
@@ -37,7 +38,7 @@ _SECONDS: dict[str, Any] = {
     shell_complete=names.policies, help="Router (see `tailrace policies`).",
 )  # fmt: skip
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, cls=SectionOption,
+    "--seed", type=SEED, default=0, show_default=True, cls=SectionOption,
     help="Seed of traffic and ties in the search.",
 )  # fmt: skip
 @click.option(
@@ -46,7 +47,11 @@ _SECONDS: dict[str, Any] = {
 )  # fmt: skip
 @click.option(
     "--write", is_flag=True, cls=SectionOption,
-    help="With --saturation: store it in the scenario's file.",
+    help="With --saturation: store it in the file of --config.",
+)  # fmt: skip
+@click.option(
+    "--write-shipped", is_flag=True, hidden=True, cls=SectionOption,
+    help="For maintainers: store it in the file of the shipped --scenario.",
 )  # fmt: skip
 @click.option(
     "--tolerance", type=click.FloatRange(1e-4, 0.5), default=0.01, show_default=True,
@@ -69,26 +74,36 @@ def command(
     seed: int,
     saturation: bool,
     write: bool,
+    write_shipped: bool,
     tolerance: float,
     as_json: bool,
     quiet: bool,
     **settings: Any,
 ) -> None:
     """Find the highest load a cluster holds within an SLO."""
-    source = settings.get("config") or settings.get("scenario")
+    for option in ("rate", "load"):
+        if settings[f"workload__{option}"] is not None:
+            raise TailraceError(f"capacity looks for the {option} itself; leave --{option} out")
+    config, shipped = settings["config"], settings["scenario"]
     scenario = take_scenario(settings)
-    if write and not saturation:
+    if (write or write_shipped) and not saturation:
         raise TailraceError("--write stores the saturation throughput; give --saturation with it")
     show = not (as_json or quiet)
     if saturation:
-        target = _own_file(source, scenario) if write else None
+        target = None
+        if write_shipped:
+            target = _own_file(shipped and scenarios.find(shipped), scenario, "--scenario")
+        elif write:
+            target = _own_file(config, scenario, "--config")
+            if target.resolve().parent == scenarios.SHIPPED.resolve():
+                raise TailraceError(f"{target} is a shipped scenario; write to a copy of it")
         _saturation(scenario, target, as_json=as_json, show=show)
         return
     from tailrace.evaluate.capacity import max_load
     from tailrace.output.tables import print_max_load
 
     objectives = _objectives(settings)
-    with console.progress("searching", enabled=show) as update:
+    with console.own_output(), console.progress("searching", enabled=show) as update:
         steps = iter(range(1, 1_000_000))
         found = max_load(
             scenario,
@@ -111,11 +126,10 @@ def _objectives(given: dict[str, Any]) -> "tuple[Objective, ...]":
     return tuple(Objective(kind, limit) for kind, limit in limits or [("attainment", 0.99)])
 
 
-def _own_file(source: str | Path | None, scenario: Scenario) -> Path:
+def _own_file(path: Path | None, scenario: Scenario, option: str) -> Path:
     """Return the file to store the capacity in; it must describe this very cluster and traffic."""
-    if source is None:
-        raise TailraceError("--write needs the --scenario or --config whose file to write to")
-    path = scenarios.find(source) if isinstance(source, str) else source
+    if path is None:
+        raise TailraceError(f"--write needs the {option} whose file to write to")
     if not scenarios.same_capacity(scenarios.load(path), scenario):
         raise TailraceError(
             f"{path} describes another cluster or traffic than the options; "

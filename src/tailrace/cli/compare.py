@@ -7,6 +7,7 @@ import click
 
 from tailrace.cli import console, names
 from tailrace.cli.options import (
+    SEED,
     SectionedCommand,
     SectionOption,
     json_option,
@@ -32,8 +33,8 @@ from tailrace.cli.options import (
     cls=SectionOption, metavar="N", help="How many seeds, that is, different traffic.",
 )  # fmt: skip
 @click.option(
-    "--seed", "first_seed", type=click.IntRange(min=0), cls=SectionOption,
-    help="The first of the seeds. [default: the first evaluation seed]",
+    "--seed", "first_seed", type=SEED, cls=SectionOption,
+    help="The first of the seeds. [default: the first tuning seed; evaluation has its own]",
 )  # fmt: skip
 @click.option(
     "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
@@ -62,26 +63,29 @@ def command(
     scenario = take_scenario(settings)
     from tailrace import scenario as scenarios
     from tailrace.evaluate.compare import compare
+    from tailrace.evaluate.runner import default_policies, policy_for
     from tailrace.output.atomic import check_target
     from tailrace.output.plots import PLOT_SUFFIXES, plot_comparison
     from tailrace.output.tables import print_comparison
-    from tailrace.policy import registry
     from tailrace.seeds import Purpose, seeds
 
-    chosen = list(policies) or [rule.name for rule in registry.rules()]
-    for name in (*chosen, reference):
-        registry.get(name)
+    chosen, left_out = (list(policies), []) if policies else default_policies(scenario)
+    with console.own_output():
+        for name in (*chosen, reference):
+            policy_for(scenario, name)
     if plot is not None:
         check_target(plot, PLOT_SUFFIXES)
     if first_seed is None:
-        numbers = seeds(Purpose.EVALUATION, seed_count)
+        numbers = seeds(Purpose.TUNING, seed_count)
     else:
         numbers = list(range(first_seed, first_seed + seed_count))
+    if left_out:
+        click.echo(f"left out on the reference engine: {', '.join(left_out)}", err=True)
     show = not (as_json or quiet)
     with console.progress("measuring capacity", enabled=show):
         scenario = scenarios.with_capacity(scenario)
     total = len({*chosen, reference}) * seed_count
-    with console.progress("simulating", total, enabled=show) as update:
+    with console.own_output(), console.progress("simulating", total, enabled=show) as update:
         comparison = compare(
             scenario, chosen, numbers, jobs, update, reference=reference, warmup_fraction=warmup
         )

@@ -4,7 +4,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,6 +26,13 @@ def stdout() -> "Console":
     if not sys.stdout.isatty():
         width = int(os.environ.get("COLUMNS", "0") or 0) or PIPE_WIDTH
     return Console(file=sys.stdout, width=width, highlight=False)
+
+
+@contextmanager
+def own_output() -> Iterator[None]:
+    """Send what a user's policy prints to standard error: the other belongs to results."""
+    with redirect_stdout(sys.stderr):
+        yield
 
 
 def print_json(value: Any) -> None:

@@ -31,6 +31,8 @@ SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
 )
 GENERAL = "General"
 OUTPUT = "Output"
+#: What a seed may be, everywhere; the largest is tailrace.seeds.MAX_SEED.
+SEED = click.IntRange(0, 2**63 - 1)
 
 #: Fields whose option is not simply called like the field.
 _NAMES = {("workload", "name"): "workload", ("replica", "count"): "replicas"}
@@ -84,7 +86,10 @@ def workload_options(function: F) -> F:
 def take_workload(name: str, params: dict[str, Any]) -> Workload:
     """Take what :func:`workload_options` added out of a command's parameters."""
     given = {field: value for (_, field), value in _flags(params).items()}
-    return parse(Workload, {"name": name, "load": None, **given})
+    workload = parse(Workload, {"name": name, "load": None, **given})
+    if "time_scale" in given:
+        _check_replayed(workload)
+    return workload
 
 
 def _section_options(
@@ -168,6 +173,8 @@ def take_scenario(params: dict[str, Any]) -> Scenario:
         if key == "capacity_rps":
             measured = None
     result = scenarios.build(data)
+    if ("workload", "time_scale") in flags:
+        _check_replayed(result.workload)
     if measured is not None and not scenarios.same_capacity(measured, result):
         return result.model_copy(update={"capacity_rps": None})
     return result
@@ -225,8 +232,30 @@ def _flags(params: dict[str, Any]) -> dict[tuple[str, str], Any]:
     return {(key, field): value for (key, field), value in found.items() if value is not None}
 
 
+def _check_replayed(workload: Workload) -> None:
+    """Refuse --time-scale where it would change nothing."""
+    if not scenarios.is_request_file(workload.name):
+        raise TailraceError(
+            f"--time-scale stretches the recorded arrivals of a file of requests, and "
+            f"'{workload.name}' is a built-in workload; set its pace with --rate"
+        )
+    if workload.arrivals not in ("native", "trace"):
+        raise TailraceError(
+            f"--time-scale stretches recorded arrivals, and --arrivals {workload.arrivals} "
+            "replaces them; leave one of the two out"
+        )
+    load = None if workload.arrivals == "trace" else workload.load
+    if workload.rate is not None or load is not None:
+        what = "rate" if workload.rate is not None else "load"
+        raise TailraceError(
+            f"--time-scale and a {what} both set the pace of recorded arrivals; give one of the two"
+        )
+
+
 def _apply_flags(data: dict[str, Any], flags: Mapping[tuple[str, str], Any]) -> None:
-    if ("workload", "load") in flags and ("workload", "rate") not in flags:
+    if ("workload", "load") in flags:
+        if ("workload", "rate") in flags:
+            raise TailraceError("--rate and --load both say how much traffic; give one of the two")
         _section(data, "workload")["rate"] = None
     kinds = _section(data, "cluster").get("replicas", [])
     for (key, field), value in flags.items():

@@ -8,6 +8,7 @@ import click
 from tailrace.cli import console, names
 from tailrace.cli.options import (
     OUTPUT,
+    SEED,
     SectionedCommand,
     SectionOption,
     json_option,
@@ -29,7 +30,7 @@ _FILE = click.Path(path_type=Path)
     help="Router: a built-in rule, FILE.py or module:attribute (see `tailrace policies`).",
 )  # fmt: skip
 @click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, cls=SectionOption,
+    "--seed", type=SEED, default=0, show_default=True, cls=SectionOption,
     help="Seed of traffic and ties.",
 )  # fmt: skip
 @warmup_option
@@ -57,13 +58,13 @@ def command(
     scenario = take_scenario(settings)
     from tailrace import scenario as scenarios
     from tailrace.evaluate.metrics import summarise
-    from tailrace.evaluate.runner import run
+    from tailrace.evaluate.runner import policy_for, run
     from tailrace.output.requests import check_requests_target, write_requests
     from tailrace.output.tables import print_summary
     from tailrace.output.trace import check_trace_target, write_trace
-    from tailrace.policy import registry
 
-    registry.get(policy)
+    with console.own_output():
+        policy_for(scenario, policy)
     if out is not None:
         check_requests_target(out)
     if trace is not None:
@@ -71,7 +72,8 @@ def command(
     show = not (as_json or quiet)
     with console.progress("measuring capacity", enabled=show):
         rate = scenarios.resolve_rate(scenario)
-    with console.progress("simulating", scenario.workload.requests, enabled=show) as update:
+    total = scenario.workload.requests
+    with console.own_output(), console.progress("simulating", total, enabled=show) as update:
         result = run(
             scenario, policy, rate, seed, record_batches=trace is not None, progress=update
         )

@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tailrace.cli import console, names
-from tailrace.cli.options import json_option, take_workload, workload_options
+from tailrace.cli.options import SEED, json_option, take_workload, workload_options
 
 if TYPE_CHECKING:
     from tailrace.workload.compose import WorkloadSpec
 
 _FILE = click.Path(path_type=Path)
 _NAME = click.argument("name", shell_complete=names.workloads)
-_SEED = click.option(
-    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the traffic."
-)
+_SEED = click.option("--seed", type=SEED, default=0, show_default=True, help="Seed of the traffic.")
 
 
 @click.group("workload")
@@ -114,7 +112,7 @@ def import_command(file: Path, format_name: str, sort: bool, out: Path, as_json:
 
     _check_target(out)
     trace = traces.read(file, format_name, sort=sort)
-    traces.write(trace.table, out)
+    traces.write(trace.table, out, has_arrivals=trace.has_arrivals)
     about = {
         "requests": len(trace.table),
         "written_to": out,

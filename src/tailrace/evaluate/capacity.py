@@ -9,11 +9,10 @@ from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.evaluate.metrics import Summary, summarise
-from tailrace.evaluate.runner import run, traffic
-from tailrace.policy import registry
+from tailrace.evaluate.runner import policy_for, run, traffic
 from tailrace.seeds import Purpose, require, seeds
 from tailrace.sim.result import FINISHED, SimResult
-from tailrace.sim.simulator import simulate
+from tailrace.sim.simulator import simulate, uses_reference
 from tailrace.workload.table import RequestTable
 
 SATURATION_POLICY = "load_aware"
@@ -22,6 +21,11 @@ SATURATION_POLICY = "load_aware"
 REQUESTS_PER_REPLICA = 1000
 SESSION_REQUESTS_PER_REPLICA = 6000
 MIN_REQUESTS, MAX_REQUESTS = 4000, 200_000
+#: The reference engine is a hundred times slower: it measures roughly rather than for minutes.
+REFERENCE_REQUESTS, REFERENCE_ROUNDS = 400, 3
+#: Least requests of a step of the search within an SLO, and per replica; a P99 needs hundreds, and
+#: a queue time to grow.
+MIN_PROBE_REQUESTS, PROBE_REQUESTS_PER_REPLICA = 1000, 250
 FIRST_GUESS_RPS_PER_REPLICA = 5.0
 #: The measurement plays traffic this much faster than it was made. Not much more, or on mixed
 #: replicas the fast ones run dry before 80 % of the requests are done.
@@ -90,13 +94,14 @@ def saturation_rps(scenario: Scenario, seed: int | None = None) -> float:
     completions. Requests are made for a rate and then played OVERLOAD times as fast, follow-ups not
     waiting for their parents, so that between two turns of a session lie as many other requests as
     there would be at that rate: cache reuse depends on it. The rate is replaced by the throughput
-    it gave, damped from the third round on, until the two agree.
+    it gave, damped from the third round on, until the two agree. On the reference engine there are
+    at most REFERENCE_REQUESTS requests and REFERENCE_ROUNDS rounds.
     """
     seed = seeds(Purpose.TUNING, 1)[0] if seed is None else require(seed, Purpose.TUNING)
     rate = FIRST_GUESS_RPS_PER_REPLICA * scenario.cluster.size
     measured = _measurement(scenario, rate, seed)
     throughput = rate
-    for round_number in range(MAX_ROUNDS):
+    for round_number in range(REFERENCE_ROUNDS if _is_slow(scenario) else MAX_ROUNDS):
         throughput = _throughput_rps(measured, rate, seed)
         if abs(throughput - rate) <= TOLERANCE * rate:
             break
@@ -115,12 +120,16 @@ def max_load(
 ) -> MaxLoad:
     """Find the highest rate at which a policy stays within all objectives, by bisection.
 
-    Every rate is tried on traffic from the same seed. ``progress`` is told each step.
+    Every rate is tried on traffic from the same seed, of at least MIN_PROBE_REQUESTS requests
+    (REFERENCE_REQUESTS on the reference engine). ``progress`` is told each step.
     """
-    registry.get(policy)
+    policy_for(scenario, policy)
     if not objectives:
         raise TailraceError("a search for the highest load needs at least one objective")
     saturation = scenarios.capacity_rps(scenario)
+    scenario = _with_requests(
+        scenario, max(scenario.workload.requests, _least_probe_requests(scenario))
+    )
     probes: list[Probe] = []
 
     def within(load: float) -> bool:
@@ -162,6 +171,8 @@ def _measurement(scenario: Scenario, rate: float, seed: int) -> Scenario:
 
     def with_requests(per_replica: int) -> Scenario:
         count = min(max(per_replica * scenario.cluster.size, MIN_REQUESTS), MAX_REQUESTS)
+        if _is_slow(scenario):
+            count = min(count, REFERENCE_REQUESTS)
         workload = scenario.workload.model_copy(update={"requests": count, "arrivals": "poisson"})
         return scenario.model_copy(update={"workload": workload, "events": ()})
 
@@ -169,6 +180,21 @@ def _measurement(scenario: Scenario, rate: float, seed: int) -> Scenario:
     if (traffic(short, rate, seed).rows["parent"] >= 0).any():
         return with_requests(SESSION_REQUESTS_PER_REPLICA)
     return short
+
+
+def _is_slow(scenario: Scenario) -> bool:
+    return uses_reference(scenario.cluster, scenario.engine)
+
+
+def _least_probe_requests(scenario: Scenario) -> int:
+    if _is_slow(scenario):
+        return REFERENCE_REQUESTS
+    return max(MIN_PROBE_REQUESTS, PROBE_REQUESTS_PER_REPLICA * scenario.cluster.size)
+
+
+def _with_requests(scenario: Scenario, count: int) -> Scenario:
+    workload = scenario.workload.model_copy(update={"requests": count})
+    return scenario.model_copy(update={"workload": workload})
 
 
 def _throughput_rps(scenario: Scenario, rate: float, seed: int) -> float:

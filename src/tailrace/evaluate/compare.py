@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -16,8 +17,7 @@ from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.metrics import Latency, Summary, summarise
-from tailrace.evaluate.runner import run
-from tailrace.policy import registry
+from tailrace.evaluate.runner import policy_for, run
 from tailrace.seeds import generator
 
 DEFAULT_REFERENCE = "least_outstanding"
@@ -81,7 +81,7 @@ def compare(
     """
     wanted = list(dict.fromkeys([*policies, reference]))
     for name in wanted:
-        registry.get(name)
+        policy_for(scenario, name)
     if not seeds or len(set(seeds)) != len(seeds):
         raise TailraceError("a comparison needs at least one seed, and each seed once")
     rate = scenarios.resolve_rate(scenario)
@@ -98,7 +98,7 @@ def compare(
         Entry(policy, _versus(runs[policy], runs[reference]), averaged(runs[policy]), runs[policy])
         for policy in wanted
     ]
-    entries.sort(key=lambda e: (e.mean.cost_s is None, e.mean.cost_s or 0.0))
+    entries.sort(key=lambda e: e.mean.cost_s)
     return Comparison(scenario, rate, tuple(seeds), reference, tuple(entries))
 
 
@@ -122,11 +122,9 @@ def ratio_interval(
 
 
 def _versus(runs: Sequence[Summary], reference: Sequence[Summary]) -> Interval | None:
-    costs = [run.cost_s for run in runs]
-    reference_costs = [run.cost_s for run in reference]
-    if None in costs or None in reference_costs or 0.0 in reference_costs:
-        return None
-    return ratio_interval(np.array(costs, np.float64), np.array(reference_costs, np.float64))
+    costs = np.array([run.cost_s for run in runs])
+    reference_costs = np.array([run.cost_s for run in reference])
+    return None if 0.0 in reference_costs else ratio_interval(costs, reference_costs)
 
 
 def _merge(values: Sequence[Any]) -> Any:
@@ -159,7 +157,7 @@ def _run_all(tasks: Sequence[_Task], jobs: int) -> Iterator[tuple[_Task, Summary
     # spawn: a fork would copy threads and locks of Numba and Arrow in any state.
     context = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_die_on_interrupt) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool:
         try:
             waiting = {pool.submit(_run_one, task): task for task in tasks}
             while waiting:
@@ -177,10 +175,17 @@ def _run_all(tasks: Sequence[_Task], jobs: int) -> Iterator[tuple[_Task, Summary
             raise
 
 
-def _die_on_interrupt() -> None:
-    """Let Ctrl-C end a worker at once and silently; the parent does the talking."""
+def _start_worker() -> None:
+    """Let Ctrl-C end a worker at once and silently; the parent does the talking.
+
+    What a user's policy prints goes to standard error: the other belongs to results.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.stdout = sys.stderr
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    """Cores this process may use; where the system cannot say (not Linux), all there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -6,11 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
+from tailrace.sim.accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 from tailrace.sim.result import FAILED, FINISHED, PENDING, SimResult
-
-#: Composite cost of one request in seconds: E2E_WEIGHT*e2e + ttft + SLO_WEIGHT*max(0, ttft - slo).
-E2E_WEIGHT = 0.2
-SLO_WEIGHT = 2.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,7 @@ class Summary:
     slo_attainment: float  #: share of all requests that met both targets
     goodput_rps: float  #: requests/s that met both targets
     prefix_hit_rate: float  #: cached / prompt tokens of the requests that were scheduled
-    cost_s: float | None  #: mean composite cost of the finished requests
+    cost_s: float  #: mean composite cost of all requests, see composite_cost_s
     mean_batch_size: float  #: requests per iteration, whole run
     preemptions: int  #: whole run
     imbalance: float  #: largest / mean busy time of the replicas, whole run
@@ -86,10 +83,21 @@ def request_times(result: SimResult) -> RequestTimes:
 
 
 def composite_cost_s(result: SimResult) -> NDArray[np.float64]:
-    """Return the composite cost [R] of each request in seconds; NaN if it did not finish."""
-    times = request_times(result)
-    late = np.maximum(times.ttft_s - result.table.rows["ttft_slo_s"], 0.0)
-    cost: NDArray[np.float64] = E2E_WEIGHT * times.e2e_s + times.ttft_s + SLO_WEIGHT * late
+    """Return the composite cost [R] of each request in seconds.
+
+    It is E2E_WEIGHT*e2e + TTFT_WEIGHT*ttft + LATE_WEIGHT*max(0, ttft - slo). A request that failed
+    or was never routed has these times until it failed or until the end of the run, and costs
+    LOST_COST_S more; one that never arrived, because what it follows was lost, just the latter.
+    """
+    done = result.requests
+    end = max(np.fmax.reduce(done[name], initial=0.0) for name in ("finished_s", "arrived_s"))
+    ended = np.where(np.isfinite(done["finished_s"]), done["finished_s"], end)
+    answered = np.where(np.isfinite(done["first_token_s"]), done["first_token_s"], ended)
+    e2e = np.nan_to_num(ended - done["arrived_s"])
+    ttft = np.nan_to_num(answered - done["arrived_s"])
+    late = np.maximum(ttft - result.table.rows["ttft_slo_s"], 0.0)
+    lost = LOST_COST_S * (done["status"] != FINISHED)
+    cost: NDArray[np.float64] = E2E_WEIGHT * e2e + TTFT_WEIGHT * ttft + LATE_WEIGHT * late + lost
     return cost
 
 
@@ -123,7 +131,6 @@ def summarise(result: SimResult, warmup_fraction: float = 0.0) -> Summary:
     duration = _duration_s(done)
     met = int(slo_met(result)[kept].sum())
     scheduled = np.isfinite(done["scheduled_s"])
-    costs = composite_cost_s(result)[kept][finished]
     replicas = result.replicas
     return Summary(
         requests=len(done),
@@ -142,7 +149,7 @@ def summarise(result: SimResult, warmup_fraction: float = 0.0) -> Summary:
         slo_attainment=_ratio(met, len(done)),
         goodput_rps=_ratio(met, duration),
         prefix_hit_rate=_ratio(done["cached_tokens"][scheduled].sum(), prompt[scheduled].sum()),
-        cost_s=float(costs.mean()) if len(costs) else None,
+        cost_s=float(composite_cost_s(result)[kept].mean()),
         mean_batch_size=_ratio(replicas["batched"].sum(), replicas["iterations"].sum()),
         preemptions=int(replicas["preemptions"].sum()),
         imbalance=imbalance(replicas["busy_s"]),

@@ -4,8 +4,12 @@ from collections.abc import Callable
 from functools import lru_cache
 
 from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.policy import registry
+from tailrace.policy.base import BuiltinPolicy, Policy, user_code
+from tailrace.sim.build import why_not_compiled
 from tailrace.sim.result import SimResult
-from tailrace.sim.simulator import simulate
+from tailrace.sim.simulator import simulate, uses_reference
 from tailrace.workload.library import from_settings
 from tailrace.workload.table import RequestTable
 
@@ -17,6 +21,31 @@ def traffic(scenario: Scenario, rate: float | None, seed: int) -> RequestTable:
     Kept for the next policy: every policy gets the very same table.
     """
     return from_settings(scenario.workload, rate, seed)
+
+
+def policy_for(scenario: Scenario, name: str) -> Policy:
+    """Return the policy of a name, or raise if there is none or it cannot run this scenario."""
+    file, _, rest = name.partition(":")
+    if file.endswith(".py") and "=" in rest:
+        raise TailraceError(
+            f"cannot read '{name}': a policy file takes no parameters on the command line; "
+            f"write them into {file}"
+        )
+    with user_code(name):
+        policy = registry.get(name)
+    in_engine = isinstance(policy, BuiltinPolicy) and policy.rule.in_engine
+    if in_engine and uses_reference(scenario.cluster, scenario.engine):
+        reason = why_not_compiled(scenario.cluster) or "the settings ask for the reference engine"
+        raise TailraceError(f"{policy.name} needs the compiled engine: {reason}")
+    return policy
+
+
+def default_policies(scenario: Scenario) -> tuple[list[str], list[str]]:
+    """Return the built-in rules that can run a scenario, and those that cannot."""
+    reference = uses_reference(scenario.cluster, scenario.engine)
+    rules = registry.rules()
+    left_out = [rule.name for rule in rules if reference and rule.in_engine]
+    return [rule.name for rule in rules if rule.name not in left_out], left_out
 
 
 def run(
@@ -32,7 +61,7 @@ def run(
     return simulate(
         scenario.cluster,
         traffic(scenario, rate, seed),
-        policy,
+        policy_for(scenario, policy),
         router=scenario.router,
         engine=scenario.engine,
         events=scenario.events,

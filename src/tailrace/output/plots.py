@@ -23,7 +23,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise TailraceError("plots need matplotlib: pip install 'tailrace[plots]'") from None
-    entries = [e for e in comparison.entries if e.mean.cost_s is not None][::-1]
+    entries = [e for e in comparison.entries if e.mean.e2e_s.mean is not None][::-1]
     figure = Figure(figsize=(10, 1.6 + 0.27 * len(entries)), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     best_rule = next(

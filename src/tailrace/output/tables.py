@@ -10,6 +10,7 @@ from rich.text import Text
 from tailrace.evaluate.capacity import MaxLoad
 from tailrace.evaluate.compare import Comparison, Entry, Interval
 from tailrace.evaluate.metrics import Latency, Summary
+from tailrace.sim.accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
 UNKNOWN = "-"
 STATISTICS = (("mean", "mean"), ("p50", "P50"), ("p90", "P90"), ("p99", "P99"))
@@ -82,7 +83,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
     means = [e.mean for e in entries]
     columns = [
         Column(("", "policy"), [e.policy for e in entries], left=True),
-        Column(("cost", "s"), [_cost(m) for m in means]),
+        Column(("cost", "s"), [_two_decimals(m.cost_s) for m in means]),
         Column(("vs.", "ref."), [_ratio(e.versus_reference) for e in entries]),
         Column(("95 %", "interval"), [_interval(e.versus_reference) for e in entries], 2),
     ]
@@ -95,7 +96,7 @@ def print_comparison(console: Console, comparison: Comparison) -> None:
         Column(("", "hit"), [percent(m.prefix_hit_rate) for m in means], 3, label="prefix hits"),
     ]
     if any(m.failed or m.pending for m in means):
-        columns.append(Column(("", "failed"), [str(m.failed + m.pending) for m in means]))
+        columns.append(Column(("", "unserved"), [str(m.failed + m.pending) for m in means]))
     reference = [i for i, e in enumerate(entries) if e.policy == comparison.reference]
     print_columns(console, columns, bold=reference)
     console.print(Text(_comparison_note(comparison), style="dim"))
@@ -131,10 +132,6 @@ def _interval(interval: Interval | None) -> str:
     return f"{_two_decimals(interval.low)}-{_two_decimals(interval.high)}"
 
 
-def _cost(summary: Summary) -> str:
-    return UNKNOWN if summary.cost_s is None else _two_decimals(summary.cost_s)
-
-
 def _two_decimals(ratio: float) -> str:
     """Two decimals as long as that takes four characters, so that columns stay narrow."""
     return f"{ratio:.2f}" if ratio < 9.995 else number(ratio)
@@ -149,8 +146,16 @@ def _comparison_note(comparison: Comparison) -> str:
     return (
         f"{entry.mean.requests // seeds} requests at {pace}, {seeds} seed{'s' * (seeds > 1)}, "
         f"{comparison.scenario.cluster.size} replicas. "
-        "cost = mean of 0.2*E2E + TTFT + 2*max(0, TTFT - SLO); "
+        f"cost = mean of {_cost_formula()}; "
         f"ref. = {comparison.reference}; imb. = largest / mean busy time."
+    )
+
+
+def _cost_formula() -> str:
+    ttft = "TTFT" if TTFT_WEIGHT == 1 else f"{TTFT_WEIGHT:g}*TTFT"
+    return (
+        f"{E2E_WEIGHT:g}*E2E + {ttft} + {LATE_WEIGHT:g}*max(0, TTFT - SLO), "
+        f"{LOST_COST_S:g} more if unserved"
     )
 
 

@@ -20,7 +20,7 @@ E2E, TTFT, LATE, LOST_REQUESTS, SOFT_LATE, EARLY, FINISHED, FINISHED_TOKENS = ra
 E2E_WEIGHT, TTFT_WEIGHT, LATE_WEIGHT = 0.2, 1.0, 2.0
 #: Seconds a lost request costs on top of what it had cost by then. Without it, requests sent to a
 #: replica that is about to die would be the cheapest.
-LOST_COST_S = 10.0
+LOST_COST_S = 30.0
 
 
 @jit

@@ -15,7 +15,7 @@ from tailrace.policy.view import View
 from tailrace.sim import accounts, engine
 from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, SLOT_ROW, SLOT_ROWS, Fleet
 
-NO_ACTION = -1
+NO_ACTION, SKIP = -1, -2
 
 
 class Step(NamedTuple):
@@ -58,20 +58,15 @@ def step_fleet(fleet, tables, actions, step):
     """Carry out ``actions`` int64 [C], take every cluster to its next decision and show it.
 
     NO_ACTION leaves a cluster as it is, except that one without a request at hand moves on to its
-    first. At the end of a run (OVER) the cost is counted up to the moment the last request ended.
+    first; SKIP leaves its outputs alone too. At the end of a run (OVER) the cost is counted up to
+    the moment the last request ended.
     """
     for c in range(actions.size):
-        _step_cluster(fleet, tables, c, actions[c], step)
+        if actions[c] != SKIP:
+            _step_cluster(fleet, tables, c, actions[c], step)
 
 
-@jit
-def step_some(fleet, tables, which, actions, step):
-    """The same for the clusters ``which`` int64 [k] alone, each with its action of [C]."""
-    for k in range(which.size):
-        _step_cluster(fleet, tables, which[k], actions[which[k]], step)
-
-
-@jit
+@inlined
 def _step_cluster(fleet, tables, c, action, step):
     cluster = fleet.clusters[c]
     if action != NO_ACTION:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, Router
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
-from tailrace.policy.base import BuiltinPolicy, Policy, checked_scores
+from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores
 from tailrace.policy.choose import choose
 from tailrace.policy.view import View
 from tailrace.sim import engine as kernel
@@ -73,7 +73,7 @@ def simulate(
         simulation.look_only_at(
             metrics=rule.uses_metrics, prefix=rule.uses_prefix, context=rule.uses_context
         )
-    chosen.reset(cluster.size, seed)
+    call_hook(chosen, "reset", cluster.size, seed)
     simulation.run(chosen, progress)
     return simulation.result()
 
@@ -230,7 +230,7 @@ class Simulation:
             replica = choose(scores, view.replicas, view.router, policy.lowest_id_wins)
             request, now = int(view.request["id"]), float(view.request["now"])
             self.assign(replica)
-            policy.sent(int(replica), request, now)
+            call_hook(policy, "sent", int(replica), request, now)
             decisions += 1
             if progress and decisions % 1000 == 0:
                 progress(self.settled)
@@ -241,13 +241,14 @@ class Simulation:
         cluster = self._fleet.clusters[0]
         news = self._fleet.news[0, : cluster["news_count"]]
         hooks = {
-            NEWS_FIRST_TOKEN: policy.first_token,
-            NEWS_FINISHED: policy.finished,
-            NEWS_FAILED: policy.failed,
+            NEWS_FIRST_TOKEN: "first_token",
+            NEWS_FINISHED: "finished",
+            NEWS_FAILED: "failed",
         }
         for k in np.argsort(news["at"], kind="stable"):
             item = news[k]
-            hooks[int(item["kind"])](int(item["replica"]), int(item["request"]), float(item["at"]))
+            replica, request, at = int(item["replica"]), int(item["request"]), float(item["at"])
+            call_hook(policy, hooks[int(item["kind"])], replica, request, at)
         cluster["news_count"] = 0
 
     def _is_over(self, status: int) -> bool:

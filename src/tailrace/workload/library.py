@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
@@ -43,6 +44,9 @@ _PROCESSES: Mapping[str, Callable[[float, float], ArrivalProcess]] = {
     "cox": lambda _cv, _span_s: fitted.CHAT_ARRIVALS,
     "pool": lambda _cv, _span_s: ClientPool(),
 }
+
+#: Those the settings know.
+_OFFERED = [name for name in get_args(config.ArrivalsName) if name in _PROCESSES]
 
 _SPECS = {spec.name: spec for spec in BUILT_IN}
 
@@ -100,7 +104,7 @@ def make(
     if arrivals == TRACE:
         raise TailraceError(
             f"workload '{spec.name}' has no recorded arrivals to replay; choose another process "
-            f"({', '.join([NATIVE, *_PROCESSES])}), or name a file of requests"
+            f"({', '.join([NATIVE, *_OFFERED])}), or name a file of requests"
         )
     process = None
     if arrivals != NATIVE:
@@ -142,7 +146,7 @@ def from_settings(settings: config.Workload, rate: float | None, seed: int) -> R
     if not trace.has_arrivals and settings.arrivals in (NATIVE, TRACE):
         raise TailraceError(
             f"{path} has no arrival times to replay; "
-            f"set arrivals to a process: {', '.join(_PROCESSES)}"
+            f"set arrivals to a process: {', '.join(_OFFERED)}"
         )
     return _retimed(table, settings, rate, seed)
 

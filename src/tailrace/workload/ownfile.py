@@ -72,15 +72,19 @@ def parse(sheet: Sheet) -> Imported:
     return Imported(table, np.arange(len(rows)), has_arrivals="arrival_s" in sheet)
 
 
-def write(table: RequestTable, path: Path) -> None:
-    """Write a table to a CSV or Parquet file, by its suffix, all of it or nothing."""
+def write(table: RequestTable, path: Path, *, has_arrivals: bool = True) -> None:
+    """Write a table to a CSV or Parquet file, by its suffix, all of it or nothing.
+
+    Without arrivals the file has lengths only, and nobody can replay it by mistake.
+    """
+    names = tuple(c for c in COLUMNS if has_arrivals or c != "arrival_s")
     writers = {".csv": _write_csv, ".parquet": _write_parquet}
     if path.suffix not in writers:
         raise TailraceError(f"cannot write {path}: the name must end in .csv or .parquet")
     # Beside the target, because a rename is atomic only within one file system.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        writers[path.suffix](table, partial)
+        writers[path.suffix](table, partial, names)
         partial.replace(path)
     except OSError as error:
         raise TailraceError(f"cannot write {path}: {error.strerror or error}") from None
@@ -88,12 +92,12 @@ def write(table: RequestTable, path: Path) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _write_csv(table: RequestTable, path: Path) -> None:
-    header = ",".join([*COLUMNS, "runs"]) + "\n"
+def _write_csv(table: RequestTable, path: Path, names: tuple[str, ...]) -> None:
+    header = ",".join([*names, "runs"]) + "\n"
     options = pa_csv.WriteOptions(include_header=False, quoting_style="needed")
     with path.open("wb") as file:
         file.write(header.encode())
-        for columns, offsets, segment, tokens in _batches(table):
+        for columns, offsets, segment, tokens in _batches(table, names):
             pairs = _compute.binary_join_element_wise(
                 pa.array(segment).cast(pa.string()), pa.array(tokens).cast(pa.string()), ":"
             )
@@ -103,10 +107,10 @@ def _write_csv(table: RequestTable, path: Path) -> None:
             pa_csv.write_csv(pa.table(columns), file, options)
 
 
-def _write_parquet(table: RequestTable, path: Path) -> None:
+def _write_parquet(table: RequestTable, path: Path, names: tuple[str, ...]) -> None:
     writer: pq.ParquetWriter | None = None
     try:
-        for columns, offsets, segment, tokens in _batches(table):
+        for columns, offsets, segment, tokens in _batches(table, names):
             columns["run_segments"] = _lists(offsets, pa.array(segment))
             columns["run_tokens"] = _lists(offsets, pa.array(tokens))
             batch = pa.table(columns)
@@ -118,12 +122,14 @@ def _write_parquet(table: RequestTable, path: Path) -> None:
             writer.close()
 
 
-def _batches(table: RequestTable) -> Iterator[tuple[dict[str, Any], Ints, Ints, NDArray[np.int32]]]:
+def _batches(
+    table: RequestTable, names: tuple[str, ...]
+) -> Iterator[tuple[dict[str, Any], Ints, Ints, NDArray[np.int32]]]:
     """Yield columns, run offsets [n + 1], segments [u] and tokens [u] of a few rows at a time."""
     for first in range(0, len(table), _ROWS_PER_BATCH):
         rows = table.rows[first : first + _ROWS_PER_BATCH].copy()
         runs = gather_runs(rows, table.runs)
-        columns = {name: pa.array(np.ascontiguousarray(rows[name])) for name in COLUMNS}
+        columns = {name: pa.array(np.ascontiguousarray(rows[name])) for name in names}
         offsets = np.concatenate([[0], np.cumsum(rows["run_count"], dtype=np.int64)])
         segment = np.ascontiguousarray(runs["segment"])
         yield columns, offsets, segment, np.ascontiguousarray(runs["tokens"])

@@ -76,9 +76,12 @@ def read(path: Path | str, format: str = AUTO, *, sort: bool = False) -> Trace: 
     return Trace(table, found, imported.skipped, was_sorted, imported.has_arrivals, has_slos)
 
 
-def write(table: RequestTable, path: Path | str) -> None:
-    """Write a table to a .csv or .parquet file; the file appears whole or not at all."""
-    ownfile.write(table, Path(path))
+def write(table: RequestTable, path: Path | str, *, has_arrivals: bool = True) -> None:
+    """Write a table to a .csv or .parquet file; the file appears whole or not at all.
+
+    ``has_arrivals`` = False leaves the arrival times out, as they mean nothing.
+    """
+    ownfile.write(table, Path(path), has_arrivals=has_arrivals)
 
 
 def detect(path: Path) -> str:
@@ -117,7 +120,7 @@ def _in_order(
             row = int(np.argmax(backwards)) + 1
             raise TailraceError(
                 f"{path}, {where(row)}: arrives before the request above it; "
-                "sort the file by arrival, or read it with sort=True"
+                "sort the file by arrival, or let `tailrace workload import --sort` do it"
             )
         table = reorder(table, np.argsort(arrival_s, kind="stable"))
     if found not in ("csv", "parquet"):

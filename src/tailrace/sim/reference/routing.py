@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tailrace.config import Replica, Router
 from tailrace.policy import ledger, prefix
-from tailrace.policy.base import Policy, checked_scores
+from tailrace.policy.base import Policy, call_hook, checked_scores
 from tailrace.policy.choose import NO_REPLICA, choose, mix
 from tailrace.policy.view import NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER, View
 from tailrace.sim.cost import cost_rows, prefill_tokens_per_s
@@ -65,7 +65,7 @@ class PolicyDispatcher(Dispatcher):
         """Reset the policy."""
         super().start(servers)
         if hasattr(self.policy, "reset"):
-            self.policy.reset(len(servers), self.seed)
+            call_hook(self.policy, "reset", len(servers), self.seed)
 
     def expected_cached(self, request_id: int) -> int:
         """What the index said when the request was sent."""
@@ -174,7 +174,7 @@ class PolicyDispatcher(Dispatcher):
 
     def _tell(self, hook: str, replica: int, request: Request, now: float) -> None:
         if hasattr(self.policy, hook):
-            getattr(self.policy, hook)(replica, request.id, now)
+            call_hook(self.policy, hook, replica, request.id, now)
 
     # ---- prefix index ---------------------------------------------------------------------------
 

@@ -1,0 +1,243 @@
+"""What all environments share: a fleet, the episodes its clusters play, and the reward."""
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.config import Settings
+from tailrace.env.episodes import Episode, Episodes, Worlds
+from tailrace.env.reward import Reward, RewardSettings
+from tailrace.errors import TailraceError
+from tailrace.policy import registry
+from tailrace.policy.base import BuiltinPolicy
+from tailrace.policy.observation import LIMIT, N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.seeds import SEEDS_PER_PURPOSE, Purpose, require, seeds
+from tailrace.sim import engine
+from tailrace.sim.build import lay_out, set_up
+from tailrace.sim.fleet import NO_ACTION, SKIP, begin, follow, new_step, step_fleet
+from tailrace.sim.room import Room, new_fleet, new_tables
+from tailrace.sim.types import Fleet
+
+Array = NDArray[np.float64]
+Observation = dict[str, NDArray[Any]]
+
+
+class EnvSettings(Settings):
+    """An environment's episodes and reward."""
+
+    decisions: int = 2048
+    """Decisions per episode; every end is a truncation."""
+    max_replicas: int | None = None
+    """Replicas there is room for in an observation; default: the largest cluster's."""
+    group: int = 1
+    """So many neighbouring clusters play the same scenario with the same requests."""
+    reward: RewardSettings = RewardSettings()
+
+
+class Core:
+    """``n`` clusters that start anew, each with another episode, when theirs is over."""
+
+    def __init__(self, worlds: Worlds, n: int, settings: EnvSettings) -> None:
+        """Find out how large the clusters are; nothing is laid out before the first reset."""
+        if n < 1 or n % settings.group:
+            raise TailraceError(f"{n} clusters cannot be split into groups of {settings.group}")
+        self.n = n
+        self.settings = settings
+        self.episodes = Episodes(worlds, settings.decisions)
+        self._room = self.episodes.largest(seeds(Purpose.TRAINING, 1)[0])
+        self.replicas = max(settings.max_replicas or 0, self._room.replicas)
+        if settings.max_replicas is not None and settings.max_replicas < self._room.replicas:
+            raise TailraceError(
+                f"max_replicas = {settings.max_replicas}, but a cluster has {self._room.replicas}"
+            )
+        self._room = self._room.joined(Room(replicas=self.replicas)).with_slack()
+        self.reward = Reward(settings.reward, n)
+        self.step_out = new_step(n, self.replicas)
+        self.decisions = np.zeros(n, np.int64)
+        self.playing: list[Episode | None] = []
+        self._rule = _builtin(settings.reward.rule)
+        self._reference_out = new_step(n, self.replicas)
+        self._fleets: list[
+            Fleet
+        ] = []  # its own and, if there is a rule to compare with, that one's
+        self._tables = new_tables(Room(), 0)
+
+    # ---- episodes -------------------------------------------------------------------------------
+
+    def draw_seeds(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Draw training seeds, one per group of clusters."""
+        starts = rng.integers(SEEDS_PER_PURPOSE, size=count)
+        return [seeds(Purpose.TRAINING, 1, int(start))[0] for start in starts]
+
+    def reset(self, episode_seeds: Sequence[int]) -> None:
+        """Start all clusters anew, with one seed per group."""
+        if len(episode_seeds) * self.settings.group != self.n:
+            raise TailraceError(
+                f"{len(episode_seeds)} seeds were given for {self.n // self.settings.group} groups"
+            )
+        self._play(np.arange(self.n), episode_seeds)
+
+    def restart(self, which: NDArray[np.int64], episode_seeds: Sequence[int]) -> None:
+        """Start some clusters anew; whole groups, with one seed per group."""
+        self._play(which, episode_seeds)
+
+    def _play(self, which: NDArray[np.int64], episode_seeds: Sequence[int]) -> None:
+        episodes = [self.episodes.make(require(s, Purpose.TRAINING)) for s in episode_seeds]
+        needed = reduce(Room.joined, map(self._checked, episodes), self._room)
+        if not self._fleets:
+            self._room = needed
+            self._lay_out_fleets()
+        elif needed != self._room:
+            self._grow(needed.with_slack())
+        for k, c in enumerate(which):
+            self._start(int(c), episodes[k // self.settings.group])
+        self.decisions[which] = 0
+        self.reward.restart(which)
+        actions = np.full(self.n, SKIP)
+        actions[which] = NO_ACTION
+        step_fleet(self._fleets[0], self._tables, actions, self.step_out)
+        self._check()
+
+    def _checked(self, episode: Episode) -> Room:
+        room = episode.room
+        if room.replicas > self.replicas:
+            raise TailraceError(
+                f"{episode.scenario.name} has {room.replicas} replicas, but there is room for "
+                f"{self.replicas}; set max_replicas"
+            )
+        return room
+
+    def _lay_out_fleets(self) -> None:
+        count = 1 if self._rule is None else 2
+        self._fleets = [new_fleet(self._room, self.n) for _ in range(count)]
+        self._tables = new_tables(self._room, self.n)
+        self.playing = [None] * self.n
+
+    def _grow(self, room: Room) -> None:
+        """Move to larger arrays. Hash tables and stacks cannot be stretched while in use."""
+        for name in ("slots", "blocks", "index_entries", "explicit_slots"):
+            if getattr(room, name) > getattr(self._room, name):
+                raise TailraceError(
+                    f"an episode needs room for {getattr(room, name)} {name}, the largest seen "
+                    f"before had {getattr(self._room, name)}; make the sampler's replicas alike in "
+                    "batch_cap, num_blocks and index_entries, or smaller than its first draws"
+                )
+        self._room = room
+        playing = self.playing
+        before: list[Any] = [*self._fleets, self._tables]
+        self._lay_out_fleets()
+        after: list[Any] = [*self._fleets, self._tables]
+        for old, new in zip(before, after, strict=True):
+            for source, target in zip(old, new, strict=True):
+                target[tuple(slice(size) for size in source.shape)] = source
+        self.playing = playing
+
+    def _start(self, c: int, episode: Episode) -> None:
+        self.playing[c] = episode
+        scenario, reward = episode.scenario, self.settings.reward
+        lay_out(self._tables, c, episode.table, scenario.events, scenario.router, episode.seed)
+        for fleet in self._fleets:
+            set_up(
+                fleet,
+                self._tables,
+                c,
+                c,
+                episode.replicas,
+                episode.table,
+                scenario.router,
+                scenario.engine,
+                episode.seed,
+            )
+            for name in ("soft_centre", "soft_scale", "early_share"):
+                fleet.clusters[c][name] = getattr(reward, name)
+        begin(self.step_out, c)
+        begin(self._reference_out, c)
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
+        """Carry out actions [n]; returns rewards [n] and which episodes are over [n].
+
+        A replica that cannot be chosen counts as the next one that can, counting up from it.
+        """
+        if not self._fleets:
+            raise TailraceError("call reset() before step()")
+        step_fleet(self._fleets[0], self._tables, self.valid(actions), self.step_out)
+        self._check()
+        self.decisions += 1
+        reference_cost = None
+        if self._rule is not None:
+            follow(
+                self._fleets[1],
+                self._tables,
+                self._rule.rule.code,
+                self._rule.params,
+                self._rule.lowest_id_wins,
+                self.step_out.time_before,
+                self._reference_out,
+            )
+            reference_cost = self._reference_out.cost
+        over = (self.decisions >= self.settings.decisions) | (self.step_out.status == engine.OVER)
+        return self.reward(self.step_out, reference_cost), over
+
+    def valid(self, actions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the replicas [n] that stand for the given ones."""
+        actions = np.asarray(actions, np.int64)
+        if actions.shape != (self.n,):
+            raise TailraceError(f"expected {self.n} actions, got an array {actions.shape}")
+        if ((actions < 0) | (actions >= self.replicas)).any():
+            raise TailraceError(f"an action must be a replica from 0 to {self.replicas - 1}")
+        mask = self.step_out.mask
+        if mask[np.arange(self.n), actions].all():
+            return actions
+        around = (actions[:, None] + np.arange(self.replicas)) % self.replicas
+        steps = np.take_along_axis(mask, around, axis=1).argmax(axis=1)
+        return np.asarray(around[np.arange(self.n), steps])
+
+    def _check(self) -> None:
+        stuck = np.flatnonzero(self.step_out.status == engine.STUCK)
+        if stuck.size:
+            episode = self.playing[stuck[0]]
+            name = episode.scenario.name if episode else ""
+            raise TailraceError(
+                f"{name}: a replica has requests waiting but can start none of them; "
+                "raise its num_blocks"
+            )
+
+    def observation(self) -> Observation:
+        """What the routers see: arrays [n, ...] that the next step overwrites."""
+        out = self.step_out
+        return {
+            "replicas": out.replica_obs,
+            "request": out.request_obs,
+            "mask": out.mask.view(np.int8),
+        }
+
+
+def _builtin(name: str | None) -> BuiltinPolicy | None:
+    if name is None:
+        return None
+    policy = registry.get(name)
+    if not isinstance(policy, BuiltinPolicy) or policy.rule.in_engine:
+        raise TailraceError(f"the reward's reference must be a built-in rule, not {name}")
+    return policy
+
+
+def spaces_of(replicas: int) -> tuple[Any, Any]:
+    """Return the observation and action space of one cluster."""
+    from gymnasium import spaces
+
+    def box(*shape: int) -> Any:
+        return spaces.Box(-LIMIT, LIMIT, shape, np.float32)
+
+    observation = spaces.Dict(
+        {
+            "replicas": box(replicas, N_REPLICA_FEATURES),
+            "request": box(N_REQUEST_FEATURES),
+            "mask": spaces.MultiBinary(replicas),
+        }
+    )
+    return observation, spaces.Discrete(replicas)

@@ -1,0 +1,126 @@
+"""Every term of the reward, with known answers."""
+
+import numpy as np
+import pytest
+
+from tailrace.config import Cluster, Replica, Scenario, Workload, parse
+from tailrace.env.reward import Reward, RewardSettings
+from tailrace.env.vector_env import RouterVectorEnv
+from tailrace.errors import TailraceError
+from tailrace.sim import accounts
+from tailrace.sim.fleet import Step, new_step
+
+WORLD = Scenario(
+    cluster=Cluster(replicas=(Replica(num_blocks=3000, speed=2.0), Replica(num_blocks=3000))),
+    workload=Workload(name="chat", rate=14.0),
+)
+
+
+def step(elapsed_s: float = 0.5, spread: float = 0.0, **terms: float) -> Step:
+    out = new_step(1, 2)
+    out.elapsed_s[:], out.spread[:] = elapsed_s, spread
+    for name, value in terms.items():
+        out.terms[0, accounts.TERMS.index(name)] = value
+    return out
+
+
+def reward(settings: dict[str, object], *steps: Step) -> tuple[float, Reward]:
+    function = Reward(RewardSettings(**settings), 1)
+    for one in steps:
+        value = function(one)
+    return float(value[0]), function
+
+
+def test_the_default_is_minus_the_composite_cost() -> None:
+    value, function = reward({}, step(e2e_s=10, ttft_s=3, late_s=2, lost=1))
+    assert value == pytest.approx(-(0.2 * 10 + 3 + 2 * 2 + accounts.LOST_COST_S))
+    assert function.terms["e2e_s"] == 10
+    assert function.terms["late_s"] == 2
+    assert function.raw[0] == value
+    assert function.share_at_bound() == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "expected"),
+    [
+        ({"e2e": 1.0}, {"e2e_s": 4.0}, -4.0),
+        ({"lost": 3.0}, {"lost": 2.0}, -6.0),
+        ({"soft_late": 2.0}, {"soft_late": 0.25}, -0.5),
+        ({"early": 0.5}, {"early": 3.0}, 1.5),
+        ({"balance": 2.0}, {"spread": 0.4, "elapsed_s": 0.5}, -0.4),
+        ({"throughput": 1.0}, {"finished": 1.0}, 0.0),
+        ({"throughput": 1.0, "throughput_cap": 0.2}, {"elapsed_s": 2.0}, -0.4),
+    ],
+)
+def test_single_terms(settings, given, expected) -> None:
+    assert reward(settings, step(**given))[0] == pytest.approx(expected)
+
+
+def test_improvement_rewards_a_falling_cost_rate() -> None:
+    settings = {"e2e": 0.0, "ttft": 1.0, "improvement": 1.0, "history_s": 10.0}
+    dear, cheap = step(5.0, ttft_s=50.0), step(5.0, ttft_s=5.0)
+    falling, function = reward(settings, dear, dear, cheap)
+    assert function.terms["improvement"][0] > 0
+    assert falling > -5.0
+    rising, function = reward(settings, cheap, cheap, dear)
+    assert function.terms["improvement"][0] < 0
+    assert rising < -50.0
+
+
+def test_relative_to_its_own_past() -> None:
+    settings = {"relative": 1.0, "history_s": 10.0}
+    steady = [step(1.0, ttft_s=3.0)] * 50
+    assert reward(settings, *steady)[0] == pytest.approx(0.0, abs=0.2)
+    better, _ = reward(settings, *steady, step(1.0, ttft_s=1.0))
+    assert better == pytest.approx(2.0, abs=0.2)
+
+
+def test_relative_to_a_rule_on_the_same_requests() -> None:
+    settings = {"relative": 1.0, "reference": "round_robin"}
+    env = RouterVectorEnv(2, WORLD, decisions=100, group=2, reward=settings)
+    env.reset(seed=1)
+    rewards = []
+    for k in range(99):
+        _, reward_, _, _, info = env.step(np.array([k % 2, 1]))
+        rewards.append(reward_)
+        np.testing.assert_allclose(
+            reward_, info["terms"]["reference_cost"] - info["cost_s"], atol=1e-9
+        )
+    totals = np.sum(rewards, axis=0)
+    assert totals[0] == pytest.approx(0.0, abs=1e-6)  # it is round robin
+    assert totals[1] < -1.0  # all to the slower of two
+
+
+def test_the_bound_is_soft_and_reported() -> None:
+    value, function = reward({"bound": 10.0}, step(ttft_s=0.1))
+    assert value == pytest.approx(-0.1, rel=1e-3)
+    value, function = reward({"bound": 10.0}, step(ttft_s=1000.0))
+    assert -10.0 <= value < -9.9
+    assert function.raw[0] == -1000.0
+    assert function.share_at_bound() == 1.0
+
+
+def test_a_restart_forgets_the_past() -> None:
+    function = Reward(RewardSettings(relative=1.0), 2)
+    two = new_step(2, 2)
+    two.elapsed_s[:] = 1.0
+    two.terms[:, accounts.TTFT] = 5.0
+    function(two)
+    function.restart(np.array([1]))
+    function(two)
+    assert function.terms["past_cost"][0] > 0
+    assert function.terms["past_cost"][1] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"e2e": 0, "ttft": 0, "late": 0}, "nothing to learn from"),
+        ({"bound": 0}, "bound"),
+        ({"throughput_cap": 2}, "throughput_cap"),
+        ({"laet": 1}, "laet"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message) -> None:
+    with pytest.raises(TailraceError, match=message):
+        parse(RewardSettings, settings)

@@ -9,6 +9,8 @@ SOURCES := src tests benchmarks
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 FOLDER ?= tests/data/parity
+# Compiled code is seen by coverage only when it is interpreted, so these run both ways.
+KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check format lint types test-interpreted test-bounds coverage bench parity clean
@@ -43,14 +45,14 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 test-interpreted: $(STAMP) ## the tests small enough to run without the compiler, with coverage
-	NUMBA_DISABLE_JIT=1 $(PYTEST) -n $(WORKERS) -m "not compiled" --cov --cov-report=term:skip-covered
+	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) -n $(WORKERS) -m "not compiled" --cov --cov-report=term:skip-covered
 
 test-bounds: $(STAMP) ## the tests with bounds checks in compiled code (own compile cache)
 	NUMBA_BOUNDSCHECK=1 $(PYTEST) -n $(WORKERS)
 
 coverage: $(STAMP) ## coverage of the whole suite: once compiled, once interpreted
 	$(PYTEST) -n $(WORKERS) --cov --cov-report=
-	NUMBA_DISABLE_JIT=1 $(PYTEST) -n $(WORKERS) -m "not compiled" --cov --cov-append \
+	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) -n $(WORKERS) -m "not compiled" --cov --cov-append \
 	  --cov-report=term:skip-covered --cov-fail-under=90
 
 bench: $(STAMP) ## measure the speed of the simulator

@@ -22,6 +22,7 @@ SCENARIO = Scenario(
 )
 
 
+@pytest.mark.compiled
 def test_labels_are_the_teachers_costs_and_repeat_exactly():
     task = LabelTask(
         World(SCENARIO, SEED, 400, 3),
@@ -59,6 +60,7 @@ def test_branches_tell_choices_apart_and_leave_the_world_as_it_was():
     assert (np.ptp(samples.costs, axis=1) > 0).all()
 
 
+@pytest.mark.compiled
 def test_looking_ahead_scores_better_than_taking_turns():
     world = World(SCENARIO, SEED, 600)
     costs = {

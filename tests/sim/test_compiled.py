@@ -63,6 +63,7 @@ def assert_same(left: SimResult, right: SimResult, tolerance_s: float = 0.0) -> 
         )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("trouble", [(), TROUBLE], ids=["calm", "trouble"])
 @pytest.mark.parametrize("memory", ["ample", "tight"])
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
@@ -79,6 +80,7 @@ def test_agrees_with_the_reference_engine(workload, scheduler, memory, trouble):
         )
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("policy", [r.name for r in registry.rules() if not r.in_engine])
 def test_every_rule_decides_alike_in_both_engines(policy):
     table = library.make("sessions-hot", 80, 15.0, seed=8)
@@ -163,6 +165,7 @@ def test_agrees_with_the_reference_engine_on_odd_cases(table, cluster, compat, d
     assert_same(*results)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("memory", ["ample", "tight"])
@@ -222,6 +225,7 @@ def check_cache(fleet, r: int, server) -> None:  # type: ignore[no-untyped-def]
     assert reached == findable
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
 def test_books_balance_at_every_decision(scheduler):
     table = library.make("sessions-hot", 250, 25.0, seed=6)
@@ -240,6 +244,7 @@ def test_books_balance_at_every_decision(scheduler):
     assert (simulation._fleet.requests[0]["status"] != NOT_ARRIVED).all()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("workload", library.names())
 def test_every_request_ends_once_and_in_order(workload):
     table = library.make(workload, 400, 3.0, seed=9)
@@ -262,6 +267,7 @@ def test_every_request_ends_once_and_in_order(workload):
         assert result.replicas["tokens"].sum() == computed.sum()
 
 
+@pytest.mark.compiled
 def test_batches_of_a_replica_never_overlap():
     table = library.make("chat", 600, 20.0, seed=2)
     result = simulate(three("sarathi"), table, "random", record_batches=True)
@@ -276,6 +282,7 @@ def test_batches_of_a_replica_never_overlap():
         assert tokens == result.replicas["tokens"][r]
 
 
+@pytest.mark.compiled
 def test_recording_many_batches_changes_nothing(monkeypatch):
     table = library.make("sessions-hot", 150, 20.0, seed=2)
     plain = simulate(three("vllm_v1"), table, "least_load")
@@ -286,6 +293,7 @@ def test_recording_many_batches_changes_nothing(monkeypatch):
     assert recorded.batches["iterations"].sum() == plain.replicas["iterations"].sum()
 
 
+@pytest.mark.compiled
 def test_same_seed_same_bytes_and_another_seed_not():
     table = library.make("chat", 300, 20.0, seed=2)
     runs = [simulate(three("vllm_v1"), table, "power_of_two", seed=s) for s in (1, 1, 2)]
@@ -294,6 +302,7 @@ def test_same_seed_same_bytes_and_another_seed_not():
     assert runs[0].requests.tobytes() != runs[2].requests.tobytes()
 
 
+@pytest.mark.compiled
 def test_a_copy_goes_its_own_way():
     table = library.make("sessions-hot", 200, 20.0, seed=2)
     simulation = Simulation(three("vllm_v1"), table)
@@ -312,6 +321,7 @@ def test_a_copy_goes_its_own_way():
     assert simulation.result().requests.tobytes() != elsewhere.result().requests.tobytes()
 
 
+@pytest.mark.compiled
 def test_permuting_replicas_permutes_the_choices():
     table = library.make("sessions-hot", 300, 20.0, seed=2)
     speeds = (1.0, 0.7, 1.6, 1.13)

@@ -29,6 +29,7 @@ def test_rule_codes_match_the_table():
     assert max(codes.values()) == lookahead.LOOKAHEAD_ORACLE
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
 @pytest.mark.parametrize("blocks", [30_208, 420])
 def test_oracle_scores_are_the_true_increase_of_cost(scheduler, blocks):
@@ -61,6 +62,7 @@ def test_oracle_scores_are_the_true_increase_of_cost(scheduler, blocks):
         assert scores[r] == pytest.approx(total_cost(trial.result(), len(rows)) - base, abs=1e-6)
 
 
+@pytest.mark.compiled
 def test_looking_ahead_leaves_the_cluster_as_it_was():
     table = library.make("sessions-hot", 120, 30.0, seed=3)
     cluster = Cluster(replicas=(Replica(count=3, num_blocks=900),))
@@ -79,6 +81,7 @@ def test_looking_ahead_leaves_the_cluster_as_it_was():
     assert simulation.result().requests.tobytes() == twin.result().requests.tobytes()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("workload", ["chat", "sessions-hot"])
 def test_looking_ahead_beats_the_rules_on_its_own_cost(workload):
     table = library.make(workload, 3000, 18.0, seed=21)

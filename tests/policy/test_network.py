@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from policy.networks import SMALL, VARIANTS, random_inputs, small
-from tailrace.policy.architecture import NetworkConfig, tensor_shapes
+from tailrace.policy.architecture import FEATURE_NAMES, NetworkConfig, pack, tensor_shapes
+from tailrace.policy.learned import forward_many
+from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
 
 torch = pytest.importorskip("torch")
 from tailrace.policy.network import Network, RunningNorm  # noqa: E402
@@ -224,3 +226,39 @@ def test_the_normaliser_leaves_masked_replicas_out() -> None:
 def test_contradictory_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NetworkConfig(**(SMALL | settings))
+
+
+def test_ignored_features_change_nothing_even_when_trained_or_compiled() -> None:
+    torch.manual_seed(3)
+    config = NetworkConfig(hidden=8, attention=4, heads=2, ignore=("cached", "prompt"))
+    network = Network(config, N_REPLICA_FEATURES, N_REQUEST_FEATURES)
+    x, g = torch.randn(16, 3, N_REPLICA_FEATURES), torch.randn(16, N_REQUEST_FEATURES)
+    mask = torch.ones(16, 3, dtype=torch.bool)
+    network.update_norms(x, g, mask)
+    optimiser = torch.optim.Adam(network.parameters(), lr=0.01)
+    for _ in range(5):
+        logits, values = network(x, g, mask)
+        optimiser.zero_grad()
+        (logits[:, 0].mean() + values.mean()).backward()
+        optimiser.step()
+    other_x, other_g = x.clone(), g.clone()
+    other_x[:, :, FEATURE_NAMES.index("cached")] += 5.0
+    other_g[:, FEATURE_NAMES.index("prompt") - N_REPLICA_FEATURES] -= 5.0
+    with torch.no_grad():
+        before, after = network(x, g, mask)[0], network(other_x, other_g, mask)[0]
+        seen = network(x + 5.0, g, mask)[0]
+    assert torch.allclose(before, after, atol=1e-6)
+    assert not torch.allclose(before, seen, atol=1e-2)
+    packed = pack(config, network.tensors())
+    logits = np.zeros((16, 3), np.float32)
+    nothing = np.zeros((16, 3), np.float32)
+    forward_many(
+        packed, other_x.numpy(), other_g.numpy(), np.ones((16, 3), np.float32), nothing,
+        np.zeros((16, 0), np.float32), logits,
+    )  # fmt: skip
+    np.testing.assert_allclose(logits, before.numpy(), atol=1e-5)
+
+
+def test_an_unknown_feature_to_ignore_is_named() -> None:
+    with pytest.raises(ValueError, match="cached"):
+        NetworkConfig(ignore=("cachd",))

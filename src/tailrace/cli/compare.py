@@ -17,12 +17,15 @@ from tailrace.cli.options import (
     warmup_option,
 )
 
+ALL = "all"
+
 
 @click.command("compare", cls=SectionedCommand)
 @scenario_options
 @click.option(
     "-p", "--policy", "policies", multiple=True, cls=SectionOption, shell_complete=names.policies,
-    help="Policy to compare; may be repeated. [default: all built-in ones]",
+    help="Policy to compare: a name, a file, or `all` for the built-in ones; may be repeated. "
+    "[default: all]",
 )  # fmt: skip
 @click.option(
     "--reference", default="least_outstanding", show_default=True, cls=SectionOption,
@@ -69,7 +72,13 @@ def command(
     from tailrace.output.tables import print_comparison
     from tailrace.seeds import Purpose, seeds
 
-    chosen, left_out = (list(policies), []) if policies else default_policies(scenario)
+    chosen, left_out = [], []
+    for name in policies or (ALL,):
+        if name == ALL:
+            builtin, left_out = default_policies(scenario)
+            chosen += builtin
+        else:
+            chosen.append(name)
     with console.own_output():
         for name in (*chosen, reference):
             policy_for(scenario, name)

@@ -5,9 +5,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,6 +36,13 @@ def own_output() -> Iterator[None]:
     """Send what a user's policy prints to standard error: the other belongs to results."""
     with redirect_stdout(sys.stderr):
         yield
+
+
+def need(*modules: str, extra: str, what: str) -> None:
+    """Raise unless these modules are installed; a package extra brings them."""
+    for module in modules:
+        if find_spec(module) is None:
+            raise TailraceError(f"{what} needs {module}: pip install 'tailrace[{extra}]'")
 
 
 def print_json(value: Any) -> None:

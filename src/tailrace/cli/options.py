@@ -61,7 +61,7 @@ class SectionedCommand(click.Command):
         sections: dict[str, list[tuple[str, str]]] = {GENERAL: [], OUTPUT: []}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
+            if record is not None and record[1]:
                 sections.setdefault(getattr(param, "section", GENERAL), []).append(record)
         for title, records in sections.items():
             if records:
@@ -168,8 +168,8 @@ def take_scenario(params: dict[str, Any]) -> Scenario:
             measured = scenarios.build(data)
     _apply_flags(data, flags)
     for text in assignments:
-        key, value = _assignment(text)
-        _assign(data, key, value)
+        key, value = assignment(text)
+        assign(data, key, value)
         if key == "capacity_rps":
             measured = None
     result = scenarios.build(data)
@@ -278,7 +278,7 @@ def _section(data: dict[str, Any], key: str) -> dict[str, Any]:
     return section
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def assignment(text: str) -> tuple[str, Any]:
     """Read KEY=VALUE; the value is TOML, or else a plain string."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
@@ -289,7 +289,7 @@ def _assignment(text: str) -> tuple[str, Any]:
         return key.strip(), value.strip()
 
 
-def _assign(data: dict[str, Any], key: str, value: Any) -> None:
+def assign(data: dict[str, Any], key: str, value: Any) -> None:
     """Set one value by its dotted path; validation later tells whether there is such a setting."""
     *path, last = key.split(".")
     target: Any = data

@@ -78,17 +78,22 @@ class Core:
             raise TailraceError(
                 f"{len(episode_seeds)} seeds were given for {self.n // self.settings.group} groups"
             )
-        self._play(np.arange(self.n), episode_seeds)
+        self._play(np.arange(self.n), episode_seeds, anew=True)
 
     def restart(self, which: NDArray[np.int64], episode_seeds: Sequence[int]) -> None:
         """Start some clusters anew; whole groups, with one seed per group."""
         self._play(which, episode_seeds)
 
-    def _play(self, which: NDArray[np.int64], episode_seeds: Sequence[int]) -> None:
+    def _play(
+        self, which: NDArray[np.int64], episode_seeds: Sequence[int], anew: bool = False
+    ) -> None:
         episodes = [self.episodes.make(require(s, Purpose.TRAINING)) for s in episode_seeds]
         needed = reduce(Room.joined, map(self._checked, episodes), self._room)
         if not self._fleets:
             self._room = needed
+            self._lay_out_fleets()
+        elif needed != self._room and anew:  # nothing is under way that had to be moved
+            self._room = needed.with_slack()
             self._lay_out_fleets()
         elif needed != self._room:
             self._grow(needed.with_slack())
@@ -157,6 +162,11 @@ class Core:
         begin(self._reference_out, c)
 
     # ---- decisions ------------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet:
+        """The clusters themselves, for what is not in the observation; there after a reset."""
+        return self._fleets[0]
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
         """Carry out actions [n]; returns rewards [n] and which episodes are over [n].

@@ -5,6 +5,8 @@ All terms are seconds of cost per decision, or are weighted to be; each is logge
 weights and before the bound.
 """
 
+from typing import Annotated
+
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
@@ -14,36 +16,37 @@ from tailrace.sim import accounts
 from tailrace.sim.fleet import Step
 
 Array = NDArray[np.float64]
+Weight = Annotated[float, Field(allow_inf_nan=False)]
 
 
 class RewardSettings(Settings):
     """Weights of the reward's terms; 0 leaves a term out."""
 
-    e2e: float = accounts.E2E_WEIGHT
+    e2e: Weight = accounts.E2E_WEIGHT
     """Cost of a second a request is in the system."""
-    ttft: float = accounts.TTFT_WEIGHT
+    ttft: Weight = accounts.TTFT_WEIGHT
     """Cost of a second a request is without a first token."""
-    late: float = accounts.LATE_WEIGHT
+    late: Weight = accounts.LATE_WEIGHT
     """Cost of a second a request is past its target without a first token."""
-    lost: float = accounts.LOST_COST_S
+    lost: Weight = accounts.LOST_COST_S
     """Cost of a request that fails."""
-    soft_late: float = 0.0
+    soft_late: Weight = 0.0
     """Cost of a late first token by a logistic curve, between 0 (early) and 1 (late)."""
     soft_centre: Positive = 1.0
     """Centre of that curve as a multiple of the target."""
     soft_scale: Positive = 0.1
     """Width of that curve as a multiple of the target."""
-    early: float = 0.0
+    early: Weight = 0.0
     """Bonus for a first token far under its target, from 0 (at `early_share` of it) to 1."""
     early_share: Positive = 0.5
     """Share of the target below which a first token earns the bonus."""
-    throughput: float = 0.0
+    throughput: Weight = 0.0
     """Cost of a second at which fewer requests finish than arrive, by the share missing."""
     throughput_cap: float = Field(default=0.2, gt=0, le=1)
     """Largest share missing that is counted: latency comes first."""
-    balance: float = 0.0
+    balance: Weight = 0.0
     """Cost of a second at a coefficient of variation of 1 of the requests in flight."""
-    improvement: float = 0.0
+    improvement: Weight = 0.0
     """Reward for lowering the moving average of the cost per second, per unit."""
     relative: float = Field(default=0.0, ge=0, le=1)
     """Share of the reference's cost that is given back: 1 rewards only being better than it."""

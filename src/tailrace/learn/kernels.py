@@ -1,15 +1,23 @@
-"""Compiled loops of training: label decisions with a teacher, and try every choice at a decision.
+"""Compiled loops of training: label decisions with a teacher, and try several choices at one.
 
-Both let a policy drive a cluster and write what was seen into preallocated arrays.
+Both let a policy drive a cluster and write what was seen into preallocated arrays. ``network`` is
+the packed vector of the network in training (see policy/architecture.py): its prior's scores and
+its memory belong to what is seen, whoever drives.
 """
 
 import numpy as np
 
 from tailrace.compiled import jit
+from tailrace.policy import architecture as a
 from tailrace.policy.choose import NO_REPLICA, choose, random_below, random_u64
+from tailrace.policy.learned import learned_scores, prior_scores
 from tailrace.policy.observation import observe
 from tailrace.policy.view import View
-from tailrace.sim import clock, engine, fleet, lookahead
+from tailrace.sim import accounts, clock, engine, fleet, lookahead
+from tailrace.sim import server as servers
+
+#: Cost of all choices but the teacher's own, where that one names no costs.
+NOT_CHOSEN = 1.0
 
 
 @jit
@@ -40,31 +48,81 @@ def _at_decision(f, tables, c):
 
 
 @jit
-def label(f, tables, c, driver, params, teacher, epsilon, replica_obs, request_obs, mask, costs):
+def _see(f, c, network, replica_obs, request_obs, mask, prior, memory):
+    """Fill one row of what is known at the decision at hand."""
+    n = f.clusters[c]["n_replicas"]
+    replicas = f.replicas_view[c, :n]
+    view = View(f.requests_view[c], replicas, f.costs[c, :n], f.router[c])
+    observe(view, replica_obs, request_obs)
+    prior_scores(view, network, prior)
+    for r in range(n):
+        mask[r] = replicas[r]["available"] != 0
+    _save_memory(network, memory)
+
+
+@jit
+def _save_memory(network, memory):
+    floats = network.view(np.float32)
+    start = np.int64(network[a.M])
+    for k in range(memory.size):
+        memory[k] = floats[start + k]
+
+
+@jit
+def _load_memory(network, memory):
+    floats = network.view(np.float32)
+    start = np.int64(network[a.M])
+    for k in range(memory.size):
+        floats[start + k] = memory[k]
+
+
+@jit
+def label(
+    f,
+    tables,
+    c,
+    driver,
+    params,
+    teacher,
+    teacher_params,
+    network,
+    epsilon,
+    replica_obs,
+    request_obs,
+    mask,
+    prior,
+    memory,
+    costs,
+):
     """Let ``driver`` route while ``teacher`` says what each choice would have cost.
 
-    Fills replica_obs [K, n, F], request_obs [K, G], mask [K, n] and costs [K, n] (s), one row per
-    decision; a share ``epsilon`` of the choices is random, so that the student sees states it would
-    not get into. Returns the number of rows filled: less than K at the end of the traffic.
+    Fills replica_obs [K, n, F], request_obs [K, G], mask [K, n], prior [K, n], memory [K, M] and
+    costs [K, n] (s), one row per decision; a share ``epsilon`` of the choices is random, so that
+    the student sees states it would not get into. A teacher that does not look ahead names no
+    costs: its choice costs nothing, the others NOT_CHOSEN. Returns the number of rows filled: less
+    than K at the end of the traffic.
     """
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
+    looks_ahead = teacher == lookahead.LOOKAHEAD or teacher == lookahead.LOOKAHEAD_ORACLE
     for k in range(costs.shape[0]):
         if not _at_decision(f, tables, c):
             return k
-        view = View(f.requests_view[c], replicas, f.costs[c, :n], f.router[c])
-        observe(view, replica_obs[k], request_obs[k])
-        content = clock.content_of(tables, f.clusters[c]["table"])
-        kv = clock.cache_of(f, c, 0)
-        lookahead.marginal_costs(f, content, kv, c, teacher, costs[k])
-        for r in range(n):
-            mask[k, r] = replicas[r]["available"] != 0
+        _see(f, c, network, replica_obs[k], request_obs[k], mask[k], prior[k], memory[k])
+        if looks_ahead:
+            content = clock.content_of(tables, f.clusters[c]["table"])
+            kv = clock.cache_of(f, c, 0)
+            lookahead.marginal_costs(f, content, kv, c, teacher, costs[k])
+            wanted = choose(costs[k], replicas, f.router[c], False)
+        else:
+            wanted = engine.choice(f, tables, c, teacher, teacher_params, False)
+            for r in range(n):
+                costs[k, r] = NOT_CHOSEN if r != wanted else 0.0
+        choice = wanted
+        if driver != teacher:
+            choice = engine.choice(f, tables, c, driver, params, False)
         if _random_unit(f.router[c]) < epsilon:
             choice = _random_replica(replicas, f.router[c])
-        elif driver == teacher:
-            choice = choose(costs[k], replicas, f.router[c], False)
-        else:
-            choice = engine.choice(f, tables, c, driver, params, False)
         engine.assign(f, tables, c, choice)
     return costs.shape[0]
 
@@ -80,24 +138,163 @@ def drive(f, tables, c, driver, params, decisions):
 
 
 @jit
-def branch(f, tables, c, twin, driver, params, horizon_s, replica_obs, request_obs, mask, costs):
-    """Try every replica for the request at hand and go on with ``driver`` for ``horizon_s``.
+def unbalance(f, tables, c, decisions):
+    """Send most of some requests to one random replica; returns like :func:`drive`."""
+    n = f.clusters[c]["n_replicas"]
+    replicas = f.replicas_view[c, :n]
+    favourite = NO_REPLICA
+    for _ in range(decisions):
+        if not _at_decision(f, tables, c):
+            return False
+        if favourite == NO_REPLICA:
+            favourite = _random_replica(replicas, f.router[c])
+        choice = favourite
+        if not replicas[choice]["available"] or random_below(f.router[c], 4) == 0:
+            choice = _random_replica(replicas, f.router[c])
+        engine.assign(f, tables, c, choice)
+    return _at_decision(f, tables, c)
 
-    ``twin`` is a fleet of one cluster, used as working memory. Fills one row of observations,
-    mask [n] and costs [n]: what accrued over the horizon, in s, on the very same arrivals.
+
+@jit
+def branch(
+    f,
+    tables,
+    c,
+    twin,
+    network,
+    candidates,
+    horizon_s,
+    reluctance,
+    replica_obs,
+    request_obs,
+    mask,
+    prior,
+    memory,
+    tried,
+    costs,
+    after,
+    plan,
+):
+    """Try the network's ``candidates`` best replicas for the request at hand, and go on with it.
+
+    ``twin`` is a fleet of one cluster, used as working memory, as are ``after`` [M] and ``plan``
+    [requests]. Fills one row of what is seen, tried [n] and costs [n]: what accrues over
+    ``horizon_s`` on the very same arrivals, and what the requests then in the system go on to cost
+    if nothing else arrives. A session's next request comes sooner if the answer before it does, so
+    every arrival is credited with what one has cost on average: cost per request counts, not per
+    second.
+
+    One small difference soon changes every later choice, and then chance decides what a branch
+    costs. So the network's own choice goes first, and the other branches send later requests where
+    that one sent them, unless the network by now prefers another replica by more than
+    ``reluctance`` (a difference of logits; 0: always follow the network, inf: never).
     """
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
+    _see(f, c, network, replica_obs, request_obs, mask, prior, memory)
     view = View(f.requests_view[c], replicas, f.costs[c, :n], f.router[c])
-    observe(view, replica_obs, request_obs)
+    learned_scores(view, network, costs)
+    first = _pick(costs, mask, candidates, tried)
+    _save_memory(network, after)
     now = f.clusters[c]["now"]
     before = fleet.accrued_cost(f, tables, c, now)
-    for r in range(n):
-        mask[r] = replicas[r]["available"] != 0
+    arrived = _arrived(f.clusters[c])
+    usual = before / max(arrived, 1)
+    plan[:] = NO_REPLICA
+    for k in range(n):
+        r = (first + k) % n
         costs[r] = 0.0
-        if not mask[r]:
+        if not tried[r]:
             continue
         fleet.copy_cluster(f, c, twin, 0)
+        _load_memory(network, after)
         engine.assign(twin, tables, 0, r)
-        fleet.run_for(twin, tables, 0, driver, params, False, now + horizon_s)
-        costs[r] = fleet.accrued_cost(twin, tables, 0, now + horizon_s) - before
+        end = now + horizon_s
+        _go_on(twin, tables, network, end, reluctance, plan)
+        more = _arrived(twin.clusters[0]) - arrived
+        costs[r] = fleet.accrued_cost(twin, tables, 0, end) - before - usual * more
+        costs[r] += _run_out(twin, tables, end)
+    _load_memory(network, memory)
+
+
+@jit
+def _go_on(twin, tables, network, until_s, reluctance, plan):
+    """Route until a time by the ``plan`` [requests]; requests that have none are added to it."""
+    cluster = twin.clusters[0]
+    n = cluster["n_replicas"]
+    replicas = twin.replicas_view[0, :n]
+    scores = twin.scores[0, :n]
+    while True:
+        if cluster["request"] < 0:
+            status = engine.next_decision_before(twin, tables, 0, until_s)
+            if status != engine.NEEDS_DECISION:
+                return
+        request = cluster["request"]
+        planned = plan[request]
+        if planned >= 0 and replicas[planned]["available"] and reluctance == np.inf:
+            engine.assign(twin, tables, 0, planned)
+            continue
+        view = View(twin.requests_view[0], replicas, twin.costs[0, :n], twin.router[0])
+        learned_scores(view, network, scores)
+        choice = choose(scores, replicas, twin.router[0], False)
+        if planned < 0:
+            plan[request] = choice
+        elif scores[planned] - scores[choice] <= reluctance:
+            choice = planned
+        engine.assign(twin, tables, 0, choice)
+
+
+@jit
+def _pick(scores, mask, candidates, tried):
+    """Mark the possible choices with the lowest scores; returns the very lowest."""
+    first = 0
+    for r in range(scores.size):
+        tried[r] = False
+    for k in range(candidates):
+        best = -1
+        for r in range(scores.size):
+            if mask[r] and not tried[r] and (best < 0 or scores[r] < scores[best]):
+                best = r
+        if best >= 0:
+            tried[best] = True
+        if k == 0:
+            first = max(best, 0)
+    return first
+
+
+@jit
+def _arrived(cluster):
+    return cluster["finished"] + cluster["lost"] + cluster["in_system"]
+
+
+@jit
+def _run_out(twin, tables, end):
+    """Cost in s, from the time ``end`` on, of what is in the system if nothing else arrives."""
+    requests = twin.requests[0]
+    cluster = twin.clusters[0]
+    content = clock.content_of(tables, cluster["table"])
+    for r in range(cluster["n_replicas"]):
+        happened = servers.FORMED
+        while happened != servers.NOTHING:
+            happened = servers.step(
+                twin.servers[0, r],
+                twin.slots[0, r],
+                twin.phase[0, r],
+                clock.cache_of(twin, 0, r),
+                requests,
+                content,
+                twin.costs[0, r],
+                np.inf,
+                twin.notices[0],
+            )
+    total = 0.0
+    for n in range(cluster["lowest"], cluster["highest"] + 1):
+        request = requests[n]
+        if np.isnan(request["arrived"]) or not request["done"] > end:
+            continue
+        total += accounts.E2E_WEIGHT * (request["done"] - end)
+        first = request["first"]
+        if first > end:
+            late = max(first - max(request["deadline"], end), 0.0)
+            total += accounts.TTFT_WEIGHT * (first - end) + accounts.LATE_WEIGHT * late
+    return total

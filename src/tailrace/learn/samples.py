@@ -1,7 +1,9 @@
 """What training learns from: observed decisions with a cost for every choice."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,23 +13,34 @@ from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
 
 @dataclass(frozen=True)
 class Samples:
-    """``K`` decisions over up to ``n`` replicas; rows of smaller clusters are padded and masked."""
+    """``K`` decisions over ``n`` replicas each."""
 
     replica_obs: NDArray[np.float32]  #: [K, n, F]
     request_obs: NDArray[np.float32]  #: [K, G]
     mask: NDArray[np.bool_]  #: [K, n] choices that were possible
-    costs: NDArray[np.float64]  #: [K, n] of each choice, s; inf where masked
+    prior: NDArray[np.float64]  #: [K, n] standardised scores of the network's rule; 0 without one
+    memory: NDArray[np.float32]  #: [K, M] of the network before the decision
+    tried: NDArray[np.bool_]  #: [K, n] choices whose cost is known
+    costs: NDArray[np.float64]  #: [K, n] of each choice tried, s
     world: NDArray[np.int32]  #: [K] which traffic it comes from
 
     def __len__(self) -> int:
         return len(self.world)
 
+    @property
+    def replicas(self) -> int:
+        """How many replicas the decisions are about."""
+        return int(self.mask.shape[1])
+
     @classmethod
-    def empty(cls, rows: int, replicas: int, world: int) -> "Samples":
+    def empty(cls, rows: int, replicas: int, world: int, memory: int = 0) -> "Samples":
         """Room for so many decisions over so many replicas."""
         return cls(
             np.zeros((rows, replicas, len(REPLICA_FEATURES)), np.float32),
             np.zeros((rows, len(REQUEST_FEATURES)), np.float32),
+            np.zeros((rows, replicas), np.bool_),
+            np.zeros((rows, replicas)),
+            np.zeros((rows, memory), np.float32),
             np.zeros((rows, replicas), np.bool_),
             np.zeros((rows, replicas)),
             np.full(rows, world, np.int32),
@@ -35,39 +48,41 @@ class Samples:
 
     def head(self, rows: int) -> "Samples":
         """The first rows."""
-        return Samples(
-            self.replica_obs[:rows],
-            self.request_obs[:rows],
-            self.mask[:rows],
-            self.costs[:rows],
-            self.world[:rows],
-        )
+        return Samples(*(array[:rows] for array in self.arrays().values()))
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """All arrays by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def regrets(self) -> NDArray[np.float64]:
+        """Return what each choice costs more than the cheapest [K, n], s; 0 where unknown."""
+        least = self.costs.min(axis=1, where=self.tried, initial=np.inf)
+        return np.where(self.tried, self.costs - least[:, None], 0.0)
 
     def advantages(self) -> NDArray[np.float64]:
-        """Return minus the costs [K, n], centred per decision and scaled per world; 0 if masked."""
-        costs = np.where(self.mask, self.costs, 0.0)
-        count = np.maximum(self.mask.sum(axis=1, keepdims=True), 1)
-        centred = np.where(self.mask, costs.sum(axis=1, keepdims=True) / count - costs, 0.0)
+        """Return minus the costs [K, n], centred per decision; scaled per world; 0 if unknown."""
+        costs = np.where(self.tried, self.costs, 0.0)
+        count = np.maximum(self.tried.sum(axis=1, keepdims=True), 1)
+        centred = np.where(self.tried, costs.sum(axis=1, keepdims=True) / count - costs, 0.0)
         scale = np.ones(len(self))
         for world in np.unique(self.world):
             rows = self.world == world
-            scale[rows] = centred[rows][self.mask[rows]].std() + 1e-9
+            scale[rows] = centred[rows][self.tried[rows]].std() + 1e-9
         return centred / scale[:, None]
 
 
-def join(parts: Sequence[Samples]) -> Samples:
-    """Put samples together, padded to the largest cluster."""
-    n = max(p.mask.shape[1] for p in parts)
-
-    def padded(array: NDArray[np.generic], fill: float) -> NDArray[np.generic]:
-        width = [(0, 0)] * array.ndim
-        width[1] = (0, n - array.shape[1])
-        return np.pad(array, width, constant_values=fill)
-
-    return Samples(
-        np.concatenate([padded(p.replica_obs, 0) for p in parts]).astype(np.float32),
-        np.concatenate([p.request_obs for p in parts]),
-        np.concatenate([padded(p.mask, False) for p in parts]).astype(np.bool_),
-        np.concatenate([padded(p.costs, np.inf) for p in parts]).astype(np.float64),
-        np.concatenate([p.world for p in parts]),
-    )
+def grouped(parts: Iterable[Samples]) -> list[Samples]:
+    """Put samples together, one group for each number of replicas, in rising order."""
+    by_size: dict[int, list[Samples]] = defaultdict(list)
+    for part in parts:
+        if len(part):
+            by_size[part.replicas].append(part)
+    return [
+        Samples(
+            *(
+                np.concatenate([getattr(part, field.name) for part in by_size[n]])
+                for field in fields(Samples)
+            )
+        )
+        for n in sorted(by_size)
+    ]

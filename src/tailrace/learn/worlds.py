@@ -1,7 +1,9 @@
 """Worlds to learn in: a scenario with traffic of its own, and the work done in it by a process."""
 
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
@@ -12,13 +14,20 @@ from numpy.typing import NDArray
 
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.evaluate.metrics import summarise
 from tailrace.learn import kernels
 from tailrace.learn.samples import Samples
-from tailrace.policy import registry
+from tailrace.policy import architecture, registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.seeds import Purpose, require, seeds
+from tailrace.sim import engine
 from tailrace.sim.simulator import Simulation
+from tailrace.sim.types import Fleet
 from tailrace.workload import library
+
+#: Requests by which it is found out how long a request stays.
+STAY_REQUESTS = 2000
 
 
 @dataclass(frozen=True)
@@ -61,17 +70,17 @@ class World:
             lookahead=True,
         )
 
-    def horizon_s(self) -> float:
-        """Three times the P90 time a request stays in this scenario, s."""
-        return _horizon_s(World(self.scenario, seeds(Purpose.TRAINING, 1)[0], 2000))
+    def stay_s(self) -> float:
+        """P90 of the time a request stays in this scenario under a good rule, s."""
+        return _stay_s(self.scenario)
 
 
 @lru_cache(maxsize=256)
-def _horizon_s(world: World) -> float:
-    simulation = world.simulation()
+def _stay_s(scenario: Scenario) -> float:
+    simulation = World(scenario, seeds(Purpose.TRAINING, 1)[0], STAY_REQUESTS).simulation()
     simulation.run(registry.get("lmetric"))
     result = simulation.result().requests
-    return 3.0 * float(np.nanpercentile(result["finished_s"] - result["arrived_s"], 90))
+    return float(np.nanpercentile(result["finished_s"] - result["arrived_s"], 90))
 
 
 @dataclass(frozen=True)
@@ -79,45 +88,82 @@ class LabelTask:
     """Let a driver route while a teacher says what each choice would have cost."""
 
     world: World
-    driver: Driver
-    teacher: Driver
+    network: NDArray[np.float64]  #: packed network in training
+    teachers: tuple[Driver, ...]  #: of several, the one that does best in this world
+    student_drives: bool
     warmup: int  #: decisions before the first label
+    unbalanced: bool  #: most of the warm-up goes to one replica
     rows: int
-    epsilon: float
+    epsilon: float  #: share of random choices
 
 
 @dataclass(frozen=True)
 class BranchTask:
-    """At some decisions try every choice and see what it costs."""
+    """At some decisions of the network try several choices and see what they cost."""
 
     world: World
-    driver: Driver
+    network: NDArray[np.float64]
     warmup: int
     rows: int
     gap: int  #: decisions between two such decisions
-    horizon_s: float
+    candidates: int
+    horizon: float  #: as a multiple of the P90 time a request stays
+    shortest_s: float  #: shortest horizon
+    longest_s: float
+    reluctance: float  #: to depart from the first branch's choices, as a difference of logits
+
+
+@dataclass(frozen=True)
+class ScoreTask:
+    """Play a world from start to end."""
+
+    world: World
+    driver: Driver
+
+
+@dataclass(frozen=True)
+class Played:
+    """How a world went."""
+
+    cost_s: float  #: mean composite cost of a request
+    ttft_p99_s: float | None
+    e2e_mean_s: float | None
+    shares: tuple[float, ...]  #: of the requests, per replica
 
 
 def label(task: LabelTask) -> Samples:
     """Do a label task."""
     simulation = task.world.simulation()
     fleet, tables = simulation.arrays
-    samples = Samples.empty(task.rows, fleet.servers.shape[1], task.world.number)
-    kernels.drive(fleet, tables, 0, task.driver.code, task.driver.params, task.warmup)
+    network = task.network.copy()  # its memory moves
+    teacher = task.teachers[0]
+    if len(task.teachers) > 1:
+        teacher = min(task.teachers, key=lambda t: score(ScoreTask(task.world, t)).cost_s)
+    driver = Driver(engine.LEARNED_CODE, network) if task.student_drives else teacher
+    if task.unbalanced:
+        kernels.unbalance(fleet, tables, 0, task.warmup)
+    else:
+        kernels.drive(fleet, tables, 0, driver.code, driver.params, task.warmup)
+    out = _samples(task.world, fleet, network, task.rows)
     rows = kernels.label(
         fleet,
         tables,
         0,
-        task.driver.code,
-        task.driver.params,
-        task.teacher.code,
+        driver.code,
+        driver.params,
+        teacher.code,
+        teacher.params,
+        network,
         task.epsilon,
-        samples.replica_obs,
-        samples.request_obs,
-        samples.mask,
-        samples.costs,
+        out.replica_obs,
+        out.request_obs,
+        out.mask,
+        out.prior,
+        out.memory,
+        out.costs,
     )
-    return samples.head(rows)
+    out.tried[:] = out.mask
+    return out.head(rows)
 
 
 def branch(task: BranchTask) -> Samples:
@@ -125,49 +171,56 @@ def branch(task: BranchTask) -> Samples:
     simulation = task.world.simulation()
     fleet, tables = simulation.arrays
     twin, _ = simulation.copy().arrays
-    samples = Samples.empty(task.rows, fleet.servers.shape[1], task.world.number)
-    code, params = task.driver.code, task.driver.params
+    network = task.network.copy()  # its memory moves
+    out = _samples(task.world, fleet, network, task.rows)
+    after = np.zeros(out.memory.shape[1], np.float32)
+    plan = np.zeros(task.world.requests, np.int64)
+    horizon_s = max(task.horizon * task.world.stay_s(), task.shortest_s)
+    horizon_s = min(horizon_s, task.longest_s)
     decisions = task.warmup
     for k in range(task.rows):
-        if not kernels.drive(fleet, tables, 0, code, params, decisions):
-            return samples.head(k)
+        if not kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, network, decisions):
+            return out.head(k)
         kernels.branch(
             fleet,
             tables,
             0,
             twin,
-            code,
-            params,
-            task.horizon_s,
-            samples.replica_obs[k],
-            samples.request_obs[k],
-            samples.mask[k],
-            samples.costs[k],
+            network,
+            task.candidates,
+            horizon_s,
+            task.reluctance,
+            out.replica_obs[k],
+            out.request_obs[k],
+            out.mask[k],
+            out.prior[k],
+            out.memory[k],
+            out.tried[k],
+            out.costs[k],
+            after,
+            plan,
         )
         decisions = task.gap
-    return samples
+    return out
 
 
-@dataclass(frozen=True)
-class ScoreTask:
-    """Play a world and say what it cost."""
-
-    world: World
-    driver: Driver
+def _samples(world: World, fleet: Fleet, network: NDArray[np.float64], rows: int) -> Samples:
+    replicas = int(fleet.clusters[0]["n_replicas"])
+    return Samples.empty(rows, replicas, world.number, int(network[architecture.MEMORY]))
 
 
-def score(task: ScoreTask) -> float:
-    """Mean composite cost in s of a world's requests under a driver."""
+def score(task: ScoreTask) -> Played:
+    """Do a score task."""
     simulation = task.world.simulation()
     fleet, tables = simulation.arrays
-    while kernels.drive(fleet, tables, 0, task.driver.code, task.driver.params, 10_000):
+    code, params = task.driver.code, task.driver.params.copy()
+    while kernels.drive(fleet, tables, 0, code, params, 10_000):
         pass
     result = simulation.result()
-    requests = result.requests
-    ttft = requests["first_token_s"] - requests["arrived_s"]
-    e2e = requests["finished_s"] - requests["arrived_s"]
-    late = np.maximum(ttft - result.table.rows["ttft_slo_s"], 0)
-    return float(np.nanmean(0.2 * e2e + ttft + 2 * late))
+    summary = summarise(result)
+    return Played(
+        summary.cost_s, summary.ttft_s.p99, summary.e2e_s.mean, tuple(summary.replica_share)
+    )
 
 
 class Workers:
@@ -176,7 +229,9 @@ class Workers:
     def __init__(self, processes: int) -> None:
         """Start so many processes; with one, the work is done here."""
         self._pool = (
-            ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+            ProcessPoolExecutor(
+                processes, mp_context=get_context("spawn"), initializer=_end_silently
+            )
             if processes > 1
             else None
         )
@@ -184,10 +239,22 @@ class Workers:
     def map(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
         """Do all tasks."""
         if self._pool is None:
-            return map(work, tasks)
-        return self._pool.map(work, tasks)
+            yield from map(work, tasks)
+            return
+        try:
+            yield from self._pool.map(work, tasks)
+        except BrokenProcessPool:
+            raise TailraceError(
+                "a worker process died, perhaps for lack of memory; go on with --resume and fewer "
+                "--jobs"
+            ) from None
 
     def close(self) -> None:
-        """Stop the processes."""
+        """Stop the processes; what they are at is finished first."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+
+
+def _end_silently() -> None:
+    """Let Ctrl-C end a worker at once and without a word; the parent does the talking."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -16,10 +16,12 @@ from pydantic import Field, model_validator
 from tailrace.config import MAX_REPLICAS, Settings
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.policy.base import BuiltinPolicy
+from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.policy.rules import RULES
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
+FEATURE_NAMES = tuple(feature.name for feature in (*REPLICA_FEATURES, *REQUEST_FEATURES))
 #: A feature that hardly varied in training is not blown up beyond this when it does vary later.
 STD_FLOOR = 0.1
 
@@ -47,11 +49,16 @@ class NetworkConfig(Settings):
     """Parameters of that rule, where they differ from its defaults."""
     prior_weight: float = Field(default=3.0, gt=0, le=100, allow_inf_nan=False)
     """How much a standard deviation of the rule's scores lowers the logit."""
+    ignore: tuple[str, ...] = ()
+    """Features the network must not look at, by name: to see what they are good for."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.attention % self.heads:
             raise ValueError(f"attention = {self.attention} is no multiple of heads = {self.heads}")
+        for name in self.ignore:
+            if name not in FEATURE_NAMES:
+                raise ValueError(str(unknown_name("feature", name, FEATURE_NAMES)))
         if self.prior_params and not self.prior:
             raise ValueError("prior_params are given, but no prior")
         try:

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from tailrace.policy.architecture import STD_FLOOR, NetworkConfig
+from tailrace.policy.architecture import FEATURE_NAMES, STD_FLOOR, NetworkConfig
 
 #: A masked replica's attention score: finite, so that a state without any replica gives no NaN.
 NOT_ATTENDED = -1e9
+HIDDEN_VARIANCE = 1e30
 HIDDEN_GAIN, LOGIT_GAIN, VALUE_GAIN = math.sqrt(2), 0.01, 1.0
 
 
@@ -137,11 +138,20 @@ class Network(nn.Module):
         gain = 0.0 if config.prior else LOGIT_GAIN
         self.scorer = Head(hidden + memory, config.scorer_hidden, gain)
         self.value_head = Head(2 * hidden + memory, config.value_hidden, VALUE_GAIN)
+        self._hide_ignored()
 
     def update_norms(self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor) -> None:
         """Take observations [B, n, F], [B, G] into the normaliser; masked replicas are left out."""
         self.replica_norm.update(replica_obs[mask])
         self.request_norm.update(request_obs)
+        self._hide_ignored()
+
+    def _hide_ignored(self) -> None:
+        """Give ignored features so large a deviation that nothing of them is left."""
+        for name in self.config.ignore:
+            k = FEATURE_NAMES.index(name)
+            norm = self.replica_norm if k < self.features else self.request_norm
+            norm.var[k if k < self.features else k - self.features] = HIDDEN_VARIANCE
 
     def first_memory(self, batch: int) -> Tensor:
         """Memory [B, M] at the start of an episode."""

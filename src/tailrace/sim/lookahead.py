@@ -123,9 +123,15 @@ def _predict(fleet, c, oracle, facts, n, request):
     generated = max(answered - facts[n]["prompt"], 0)
     left = _tokens_left(fleet, c, oracle, facts, n, generated)
     if request["processed"] > request["prompt"]:
-        request["output"] = request["processed"] + left - request["prompt"]
-    else:
-        request["output"] = left
+        left += request["processed"] - request["prompt"]
+    request["output"] = _within_memory(fleet.ghost[c, 0], request["prompt"], left)
+
+
+@jit
+def _within_memory(server, prompt, output):
+    """As much of an output as the server has room for: with more it would never end."""
+    room = (server["num_blocks"] - server["watermark_blocks"]) * server["block_size"]
+    return max(min(output, room - prompt - server["block_size"]), 1)
 
 
 @jit
@@ -136,7 +142,8 @@ def _add_newcomer(fleet, facts, c, r, oracle, count):
     ghosts[count] = fleet.requests[c, n]
     fleet.ghost_numbers[c, count] = n
     ghosts[count]["believed"] = fleet.replicas_view[c, r]["cached_tokens"]
-    ghosts[count]["output"] = _predicted(fleet, c, oracle, facts, n)
+    output = _predicted(fleet, c, oracle, facts, n)
+    ghosts[count]["output"] = _within_memory(fleet.ghost[c, 0], ghosts[count]["prompt"], output)
     now = fleet.clusters[c]["now"]
     servers.receive(fleet.ghost[c, 0], ghosts, fleet.costs[c, r], count, now)
 

@@ -1,0 +1,154 @@
+"""``tailrace headroom``: what a reward leaves to be won above the best rule."""
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tailrace.cli import console, names
+from tailrace.cli.options import (
+    SEED,
+    SectionedCommand,
+    SectionOption,
+    json_option,
+    quiet_option,
+)
+from tailrace.config import load_toml, parse
+from tailrace.errors import TailraceError
+
+if TYPE_CHECKING:
+    from tailrace.env.reward import RewardSettings
+
+#: Name of a reward's table in a file of more settings.
+SECTION = "reward"
+
+
+@cache
+def _reward_options() -> tuple[click.Option, ...]:
+    """One option per setting of a reward, described by the setting itself."""
+    from tailrace.env.reward import RewardSettings
+
+    options = []
+    for field, info in RewardSettings.model_fields.items():
+        text = " ".join((info.description or "").split())
+        default = "none" if info.default is None else info.default
+        options.append(
+            SectionOption(
+                [f"--reward-{field.replace('_', '-')}", f"{SECTION}__{field}"],
+                type=click.STRING if info.annotation is str else click.FLOAT,
+                help=f"{text} [default: {default}]".replace(" [default: none]", ""),
+                section="Reward",
+            )
+        )
+    return tuple(options)
+
+
+class RewardCommand(SectionedCommand):
+    """A command with an option per setting of a reward, imported when its options are needed."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the command's own options and those of the reward."""
+        return [*super().get_params(ctx), *_reward_options()]
+
+
+@click.command("headroom", cls=RewardCommand)
+@click.argument("policies", nargs=-1, metavar="[POLICY]...")
+@click.option(
+    "--scenario", "scenario_names", multiple=True, default=("demo",), show_default=True,
+    metavar="NAME", cls=SectionOption, shell_complete=names.scenarios,
+    help="Shipped scenario, or a scenario's .toml file; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--requests", type=click.IntRange(2, 1_000_000), default=1000, show_default=True,
+    cls=SectionOption, metavar="N", help="Requests per seed.",
+)  # fmt: skip
+@click.option(
+    "--seeds", "seed_count", type=click.IntRange(1, 1000), default=3, show_default=True,
+    cls=SectionOption, metavar="N", help="How many seeds, that is, different traffic.",
+)  # fmt: skip
+@click.option(
+    "--seed", "first_seed", type=SEED, cls=SectionOption,
+    help="The first of the seeds. [default: the first training seed; others are refused]",
+)  # fmt: skip
+@click.option(
+    "--reward", "reward_file", type=click.Path(path_type=Path), metavar="FILE", cls=SectionOption,
+    section="Reward",
+    help="Settings of the reward from a TOML file, at its top or in its table [reward].",
+)  # fmt: skip
+@click.option(
+    "--plot", type=click.Path(path_type=Path), cls=SectionOption, section="Output", metavar="FILE",
+    help="Draw reward and cost; FILE ends in .png, .svg or .pdf. Needs tailrace[plots].",
+)  # fmt: skip
+@json_option
+@quiet_option
+def command(
+    policies: tuple[str, ...],
+    scenario_names: tuple[str, ...],
+    requests: int,
+    seed_count: int,
+    first_seed: int | None,
+    reward_file: Path | None,
+    plot: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Play all rules, both look-aheads and POLICY files under a reward, and judge the reward.
+
+    Is the best rule its ceiling? Is it dead? Does it rank policies as the composite cost does?
+    """
+    reward = _take_reward(reward_file, settings)
+    from tailrace import scenario as scenarios
+    from tailrace.evaluate.headroom import headroom, players
+    from tailrace.output.atomic import check_target
+    from tailrace.output.headrooms import plot_headroom, print_headroom
+    from tailrace.output.plots import PLOT_SUFFIXES
+    from tailrace.seeds import Purpose, require
+    from tailrace.seeds import seeds as registered
+
+    found_scenarios = [scenarios.load(name) for name in dict.fromkeys(scenario_names)]
+    if first_seed is None:
+        seeds = registered(Purpose.TRAINING, seed_count)
+    else:
+        seeds = [require(s, Purpose.TRAINING) for s in range(first_seed, first_seed + seed_count)]
+    if plot is not None:
+        check_target(plot, PLOT_SUFFIXES)
+    playing = players(policies)
+    done = 0
+    with console.progress(
+        "playing", len(playing) * len(found_scenarios), enabled=not (as_json or quiet)
+    ) as update:
+
+        def advance() -> None:
+            nonlocal done
+            done += 1
+            update(done)
+
+        found = [
+            headroom(scenario, reward, playing, seeds, decisions=requests, progress=advance)
+            for scenario in found_scenarios
+        ]
+    if plot is not None:
+        plot_headroom(found, plot)
+    if as_json:
+        console.print_json(found)
+        return
+    output = console.stdout()
+    for k, one in enumerate(found):
+        if k:
+            output.print()
+        print_headroom(output, one)
+
+
+def _take_reward(file: Path | None, params: dict[str, Any]) -> "RewardSettings":
+    """Take the reward's options out of a command's parameters and put them over the file's."""
+    from tailrace.env.reward import RewardSettings
+
+    data: dict[str, Any] = {} if file is None else load_toml(file)
+    if SECTION in data:
+        data = data[SECTION]
+        if not isinstance(data, dict):
+            raise TailraceError(f"{SECTION} in {file} must be a table of settings, got {data!r}")
+    given = {name.removeprefix(f"{SECTION}__"): value for name, value in params.items()}
+    return parse(RewardSettings, data | {k: v for k, v in given.items() if v is not None})

@@ -1,0 +1,136 @@
+"""``tailrace train``: from nothing to a policy file."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tailrace.cli import console
+from tailrace.cli.options import (
+    SectionedCommand,
+    SectionOption,
+    assign,
+    assignment,
+    json_option,
+    quiet_option,
+)
+from tailrace.errors import TailraceError
+
+
+@click.command("train", cls=SectionedCommand)
+@click.option(
+    "--preset", metavar="NAME", cls=SectionOption,
+    help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores) or full (the "
+    "general policy, under 2 hours). [default: quick]",
+)  # fmt: skip
+@click.option(
+    "--config", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
+    help="Settings from a TOML file, put over the preset's, or alone without --preset.",
+)  # fmt: skip
+@click.option(
+    "--scenario", "scenarios", metavar="NAME", multiple=True, cls=SectionOption,
+    help="Scenario to train on, by name or file, instead of the preset's; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(0, 899), cls=SectionOption, metavar="N",
+    help="Number of the run: weights and traffic follow from it. [default: the preset's, 0]",
+)  # fmt: skip
+@click.option(
+    "--updates", type=click.IntRange(0), cls=SectionOption, metavar="N",
+    help="Updates after cloning, instead of the preset's.",
+)  # fmt: skip
+@click.option(
+    "--set", "assignments", metavar="KEY=VALUE", multiple=True, cls=SectionOption,
+    help="Any setting by its path, e.g. branching.kl_limit=0.01; may be repeated. "
+    "docs/training.md lists them.",
+)  # fmt: skip
+@click.option(
+    "--resume", type=click.Path(path_type=Path), metavar="RUN", cls=SectionOption,
+    help="Go on with the run in this folder, exactly where it stopped.",
+)  # fmt: skip
+@click.option(
+    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
+    help="Processes that work side by side; the result does not depend on it. "
+    "[default: one per core]",
+)  # fmt: skip
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", cls=SectionOption,
+    section="Output", help="Folder of the run. [default: runs/PRESET-SEED]",
+)  # fmt: skip
+@json_option
+@quiet_option
+def command(
+    preset: str | None,
+    config: Path | None,
+    scenarios: tuple[str, ...],
+    seed: int | None,
+    updates: int | None,
+    assignments: tuple[str, ...],
+    resume: Path | None,
+    jobs: int | None,
+    output: Path | None,
+    as_json: bool,
+    quiet: bool,
+) -> None:
+    """Train a policy: demonstrations, cloning, improvement, evaluation, best checkpoint.
+
+    The run's folder holds best.tailrace, every checkpoint, log.csv and TensorBoard files. Ctrl-C
+    leaves all of them usable.
+    """
+    asked = (preset, config, scenarios or None, seed, updates, assignments or None, output)
+    if resume is not None and any(value is not None for value in asked):
+        raise TailraceError(
+            "--resume goes on with a run as it was begun; it takes no other settings but --jobs"
+        )
+    console.need("torch", "tensorboard", "gymnasium", extra="train", what="training")
+    from tailrace.learn import settings as s
+    from tailrace.learn.trainer import Trainer
+    from tailrace.output.training import LiveWatcher, print_outcome
+    from tailrace.scenario import merged
+
+    chosen: s.TrainSettings | None = None
+    if resume is None:
+        over: dict[str, Any] = {}
+        if config is not None and preset is not None:
+            over = s.read(str(config))
+        data = s.read(preset or (str(config) if config is not None else "quick"))
+        if scenarios:
+            over |= {"scenarios": list(scenarios), "randomise": None}
+        over |= {k: v for k, v in (("seed", seed), ("updates", updates)) if v is not None}
+        data = merged(data, over)
+        for text in assignments:
+            assign(data, *assignment(text))
+        chosen = s.build(data)
+        output = output or Path("runs") / f"{chosen.name}-{chosen.seed}"
+    folder = resume or output
+    assert folder is not None
+    with LiveWatcher(show=not (quiet or as_json)) as watcher:
+        try:
+            trainer = Trainer(folder, chosen, jobs or cores(), watcher)
+            outcome = trainer.run()
+        except KeyboardInterrupt:
+            watcher.stop()
+            click.echo(stopped(folder), err=True)
+            raise
+    if as_json:
+        console.print_json(outcome)
+    else:
+        print_outcome(console.stdout(), folder, outcome)
+
+
+def stopped(folder: Path) -> str:
+    """Say what is left of a run that was interrupted."""
+    from tailrace.learn.runs import RunFolder
+
+    if RunFolder(folder).has_state:
+        return f"stopped; go on with: tailrace train --resume {shlex.quote(str(folder))}"
+    return "stopped before the first step was done: there is nothing to go on with"
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,212 @@
+"""Who takes part in an evaluation: the policies under test and those they are held against."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError, unknown_name
+from tailrace.evaluate.runner import policy_for
+from tailrace.output.atomic import atomic_path
+from tailrace.output.jsons import dumps
+from tailrace.policy import registry
+from tailrace.policy.base import BuiltinPolicy
+from tailrace.policy.checkpoint import SHIPPED, SUFFIX
+from tailrace.policy.learned import LearnedPolicy
+
+#: Trained policies of the package, and the constants that `tailrace tune` found.
+FOLDER = SHIPPED.parent
+TUNED_FILE = FOLDER / "tuned.json"
+TUNED_SUFFIX = ":tuned"
+#: Opponents that learn, each a file in FOLDER.
+LINEAR, PREDICTOR = "linear_es", "predict_greedy"
+LEARNING = (LINEAR, PREDICTOR)
+#: Everybody's costs are given as multiples of this rule's.
+REFERENCE = "least_outstanding"
+
+
+class Role(StrEnum):
+    """What a policy is in an evaluation for."""
+
+    SUBJECT = "subject"
+    """Under test."""
+    RULE = "rule"
+    """A built-in rule with the constants it comes with."""
+    TUNED = "tuned"
+    """A built-in rule with constants found on tuning seeds."""
+    LEARNED = "learned"
+    """A simple learned opponent."""
+    ORACLE = "look-ahead"
+    """Simulates the future: shown for reference, never the rule to beat."""
+
+
+#: Who can be the best rule.
+CANDIDATES = (Role.RULE, Role.TUNED, Role.LEARNED)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy in an evaluation."""
+
+    label: str  #: its name in tables
+    spec: str  #: what the registry knows it by
+    role: Role
+    fingerprint: str  #: changes with whatever it decides by
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it can be the best rule."""
+        return self.role in CANDIDATES
+
+
+def tuned_constants() -> dict[str, dict[str, float]]:
+    """Return the tuned constants of each rule that has some; empty before anything was tuned."""
+    if not TUNED_FILE.is_file():
+        return {}
+    rules: dict[str, dict[str, Any]] = json.loads(TUNED_FILE.read_text(encoding="utf-8"))["rules"]
+    return {rule: found["constants"] for rule, found in rules.items()}
+
+
+def spec_of(rule: str, constants: dict[str, float]) -> str:
+    """Return a rule with constants as the command line takes it."""
+    return f"{rule}:" + ",".join(f"{key}={value:g}" for key, value in constants.items())
+
+
+def contender(name: str, scenario: Scenario, role: Role | None = None) -> Contender:
+    """Return the contender of a name; raises if there is none or it cannot run the scenario.
+
+    Besides what the registry knows: ``RULE:tuned``, ``linear_es`` and ``predict_greedy``.
+    """
+    spec, natural = _resolve(name)
+    policy_for(scenario, spec)
+    label = Path(name).stem if name.endswith((SUFFIX, ".py")) else name
+    return Contender(label, spec, role or natural, fingerprint(spec, scenario))
+
+
+def _resolve(name: str) -> tuple[str, Role]:
+    """What the registry knows a name by, and its part in an evaluation if none is given."""
+    if name.endswith(TUNED_SUFFIX):
+        rule, tuned = name.removesuffix(TUNED_SUFFIX), tuned_constants()
+        if rule not in tuned:
+            if not tuned:
+                raise TailraceError(f"no rule has tuned constants yet; run `tailrace tune {rule}`")
+            raise unknown_name("tuned rule", rule, tuned)
+        return spec_of(rule, tuned[rule]), Role.TUNED
+    if name in LEARNING:
+        path = FOLDER / f"{name}{SUFFIX}"
+        if not path.is_file():
+            raise TailraceError(f"{name} is not trained yet; run `tailrace tune {name}`")
+        return str(path), Role.LEARNED
+    rules = {rule.name: rule for rule in registry.rules()}
+    head = name.partition(":")[0]
+    if head in rules:
+        return name, Role.ORACLE if rules[head].in_engine else Role.RULE
+    return name, Role.SUBJECT
+
+
+def fingerprint(spec: str, scenario: Scenario) -> str:
+    """Return a digest of all a policy decides by: constants, weights, or the text of its file."""
+    policy = policy_for(scenario, spec)
+    if isinstance(policy, BuiltinPolicy) and not isinstance(policy, LearnedPolicy):
+        text = f"{policy.rule.name} {policy.params.tolist()}".encode()
+    else:
+        path = _source(spec)
+        text = path.read_bytes() if path is not None else spec.encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _source(spec: str) -> Path | None:
+    """The file behind a policy; None if it has none that we can find."""
+    if spec == registry.SHIPPED_NAME:
+        return SHIPPED
+    head = spec.partition(":")[0]
+    for name in (spec, head):
+        if name.endswith((SUFFIX, ".py")):
+            return Path(name)
+    found = importlib.util.find_spec(head) if ":" in spec else None
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+GROUPS = ("all", "rules", "tuned", "learned", "look-ahead", "none")
+#: The best rules of the shipped suites, as an evaluation of all opponents has chosen them: suite ->
+#: {"best_single": policy, "best_of_each": {scenario: policy}}.
+BEST_FILE = FOLDER.parent / "suites" / "best.json"
+
+
+def recorded_best(scenario_names: Sequence[str]) -> list[str] | None:
+    """Return the rules to beat in some scenarios; None if one of them is in no record."""
+    if not BEST_FILE.is_file():
+        return None
+    names: list[str] = []
+    suites = json.loads(BEST_FILE.read_text(encoding="utf-8")).values()
+    for scenario in scenario_names:
+        found = [suite for suite in suites if scenario in suite["best_of_each"]]
+        if not found:
+            return None
+        names += [found[0]["best_single"], found[0]["best_of_each"][scenario]]
+    return list(dict.fromkeys(names))
+
+
+def record_best(suite: str, best_single: str, best_of_each: dict[str, str]) -> None:
+    """Record the best rules of a suite."""
+    known = {}
+    if BEST_FILE.is_file():
+        known = json.loads(BEST_FILE.read_text(encoding="utf-8"))
+    known[suite] = {"best_single": best_single, "best_of_each": best_of_each}
+    with atomic_path(BEST_FILE) as temporary:
+        temporary.write_text(dumps(dict(sorted(known.items()))) + "\n", encoding="utf-8")
+
+
+def opponents(names: Sequence[str], scenario: Scenario) -> list[Contender]:
+    """Return the opponents of names and groups (GROUPS); the reference rule is always there."""
+    wanted: list[str] = [REFERENCE]
+    for name in names:
+        wanted += _members(name) if name in GROUPS else [name]
+    found = [contender(name, scenario) for name in dict.fromkeys(wanted)]
+    # A policy of the user's own named as an opponent is one.
+    return [
+        Contender(c.label, c.spec, Role.RULE, c.fingerprint) if c.role is Role.SUBJECT else c
+        for c in found
+    ]
+
+
+def _members(group: str) -> list[str]:
+    rules = [rule.name for rule in registry.rules() if not rule.in_engine]
+    members = {
+        "rules": rules,
+        "tuned": [f"{rule}{TUNED_SUFFIX}" for rule in tuned_constants()],
+        "learned": [name for name in LEARNING if (FOLDER / f"{name}{SUFFIX}").is_file()],
+        "look-ahead": [rule.name for rule in registry.rules() if rule.in_engine],
+        "none": [],
+    }
+    return [n for names in members.values() for n in names] if group == "all" else members[group]
+
+
+def subjects(names: Sequence[str], scenario: Scenario) -> list[Contender]:
+    """Return the policies under test; none given: the one that comes with the package, if any."""
+    if not names and SHIPPED.is_file():
+        names = (registry.SHIPPED_NAME,)
+    found = [contender(name, scenario) for name in dict.fromkeys(names)]
+    labels = [c.label for c in found]
+    # Two files of the same name: the whole path tells them apart.
+    return [
+        c if labels.count(c.label) == 1 else Contender(c.spec, c.spec, c.role, c.fingerprint)
+        for c in found
+    ]
+
+
+def gathered(tested: Sequence[Contender], held_against: Sequence[Contender]) -> list[Contender]:
+    """Put both together, each once; those under test come first, so that mistakes show early."""
+    by_label = {c.label: c for c in tested}
+    for c in held_against:
+        if by_label.setdefault(c.label, c).fingerprint != c.fingerprint:
+            raise TailraceError(
+                f"two different policies are called '{c.label}'; rename the file of one of them"
+            )
+        by_label[c.label] = c  # a rule under test stays a rule to be beaten
+    return list(by_label.values())

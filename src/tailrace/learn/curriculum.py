@@ -1,0 +1,54 @@
+"""Stages of a run, from easy to hard: by schedule, or by how well it goes."""
+
+from collections.abc import Mapping, Sequence
+
+from tailrace.learn.settings import Stage
+
+
+class Curriculum:
+    """Says which stage holds; without stages there is none."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        """Begin with the first stage."""
+        self._stages = tuple(stages)
+        self._number = 0
+        self._updates = 0  # done in this stage
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage of the next update."""
+        return self._stages[self._number] if self._stages else None
+
+    @property
+    def first(self) -> Stage | None:
+        """The stage demonstrations are made in."""
+        return self._stages[0] if self._stages else None
+
+    @property
+    def number(self) -> int:
+        """The stage's number, counted from 0."""
+        return self._number
+
+    def after_update(self, score_vs_best_rule: float | None) -> None:
+        """Take in that an update is done, with its evaluation if there was one."""
+        stage = self.stage
+        if stage is None:
+            return
+        self._updates += 1
+        good = (
+            stage.until_score is not None
+            and score_vs_best_rule is not None
+            and score_vs_best_rule <= stage.until_score
+        )
+        long = stage.updates is not None and self._updates >= stage.updates
+        if (good or long) and self._number + 1 < len(self._stages):
+            self._number += 1
+            self._updates = 0
+
+    def state(self) -> dict[str, int]:
+        """Return what has to be kept."""
+        return {"number": self._number, "updates": self._updates}
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Go on from a state."""
+        self._number, self._updates = state.get("number", 0), state.get("updates", 0)

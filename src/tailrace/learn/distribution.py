@@ -1,0 +1,170 @@
+"""Domain randomisation: a distribution over clusters, traffic, and what the router can know."""
+
+from dataclasses import dataclass
+from typing import Annotated, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from tailrace.config import (
+    MAX_REPLICAS,
+    MIN_STALENESS_S,
+    Cluster,
+    Event,
+    PredictorName,
+    Replica,
+    Router,
+    Scenario,
+    Settings,
+    SpeedFactor,
+    Workload,
+)
+from tailrace.errors import unknown_name
+from tailrace.evaluate.capacity import saturation_rps
+from tailrace.seeds import generator
+from tailrace.workload import library
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Load = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
+Age = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+#: Replicas of the cluster on which the capacity of a workload is measured.
+MEASURED_REPLICAS = 4
+
+
+class Randomisation(Settings):
+    """What may vary from one world to the next."""
+
+    share: Share = 1.0
+    """Share of the worlds that are drawn like this; the others are the run's scenarios."""
+    workloads: dict[str, float] = Field(
+        default={
+            "chat": 2, "chat-bursty": 1, "code-completion": 1, "mixed": 1, "reasoning": 1,
+            "rag": 1.5, "agents": 1.5, "sessions-hot": 4,
+        },
+        min_length=1,
+    )  # fmt: skip
+    """Built-in workloads and how often each is drawn, relative to the others."""
+    replicas: tuple[Replicas, Replicas] = (2, 12)
+    """Fewest and most replicas; small and large clusters are equally likely (log-uniform)."""
+    load: tuple[Load, Load] = (0.3, 1.1)
+    """Lowest and highest load, as a fraction of capacity; high loads are drawn more often."""
+    load_scale: dict[str, Load] = Field(default={"code-completion": 0.3, "sessions-hot": 1.2})
+    """Workloads whose load is scaled: bursts can make less of it a lot, and sessions whose users
+    wait for answers can take more."""
+    mixed_speed: Share = 0.5
+    """Share of clusters whose replicas differ in speed."""
+    speeds: tuple[SpeedFactor, SpeedFactor] = (0.4, 2.0)
+    """Slowest and fastest of such replicas."""
+    bursts: Share = 0.2
+    """Share of worlds whose arrivals come in bursts instead of the workload's own way."""
+    staleness_s: tuple[Age, ...] = (0.05, 0.5, 0.5, 1.0, 5.0)
+    """Ages of metrics to draw from, s."""
+    predictors: tuple[PredictorName, ...] = ("mean", "mean", "mean", "noisy")
+    """Predictors of output length to draw from."""
+    failures: Share = 0.15
+    """Share of worlds in which a replica dies and returns, or slows down for a while."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for name, (low, high) in (
+            ("replicas", self.replicas), ("load", self.load), ("speeds", self.speeds),
+        ):  # fmt: skip
+            if low > high:
+                raise ValueError(f"{name} = [{low:g}, {high:g}] must be two rising numbers")
+        if self.replicas[0] < 2:
+            raise ValueError("with fewer than 2 replicas there is nothing to route")
+        if any(0 < age < MIN_STALENESS_S for age in self.staleness_s):
+            raise ValueError(f"staleness_s must be 0 or at least {MIN_STALENESS_S:g}")
+        if not self.staleness_s or not self.predictors:
+            raise ValueError("staleness_s and predictors need at least one entry each")
+        for name in (*self.workloads, *self.load_scale):
+            if name not in library.names():
+                raise ValueError(str(unknown_name("workload", name, library.names())))
+        for name, weight in self.workloads.items():
+            if not 0 <= weight < np.inf:
+                raise ValueError(f"the weight of workload {name} must not be negative")
+        if not sum(self.workloads.values()) > 0:
+            raise ValueError("all workloads have weight 0")
+        return self
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Scenarios by seed; ``capacities`` are requests/s per replica of speed 1, by workload."""
+
+    settings: Randomisation
+    capacities: tuple[tuple[str, float], ...]
+
+    def __hash__(self) -> int:
+        """Weights of workloads are a dict, which has no hash."""
+        return hash((self.settings.model_dump_json(), self.capacities))
+
+    @classmethod
+    def measured(cls, settings: Randomisation) -> "Distribution":
+        """Measure what a replica can take of each workload."""
+        cluster = Cluster(replicas=(Replica(count=MEASURED_REPLICAS),))
+        found = []
+        for name, weight in settings.workloads.items():
+            if weight > 0:
+                scenario = Scenario(name=name, cluster=cluster, workload=Workload(name=name))
+                found.append((name, saturation_rps(scenario) / MEASURED_REPLICAS))
+        return cls(settings, tuple(found))
+
+    def __call__(self, seed: int, load_factor: float = 1.0) -> Scenario:
+        """Return the scenario of a seed; its load is multiplied by a factor."""
+        s = self.settings
+        rng = generator(seed, "randomisation")
+        names = [name for name, _ in self.capacities]
+        weights = np.array([s.workloads[name] for name in names])
+        which = int(rng.choice(len(names), p=weights / weights.sum()))
+        name, capacity = self.capacities[which]
+        speeds = self._speeds(rng)
+        # The larger of two draws: most of what routing can win or lose is won or lost under load.
+        load = float(rng.uniform(*s.load, size=2).max()) * load_factor
+        load *= s.load_scale.get(name, 1.0)
+        rate = load * capacity * sum(speeds)
+        bursty = rng.random() < s.bursts
+        workload = Workload(
+            name=name,
+            rate=rate,
+            load=None,
+            arrivals="gamma" if bursty else "native",
+            arrival_cv=float(rng.uniform(1.5, 4.0)),
+        )
+        router = Router(
+            staleness_s=float(rng.choice(s.staleness_s)),
+            predictor=s.predictors[int(rng.integers(len(s.predictors)))],
+            predictor_sigma=float(rng.uniform(0.2, 1.0)),
+        )
+        return Scenario(
+            name=f"random-{seed}",
+            cluster=Cluster(replicas=tuple(Replica(speed=speed) for speed in speeds)),
+            workload=workload,
+            router=router,
+            events=self._events(rng, len(speeds), rate),
+        )
+
+    def _speeds(self, rng: np.random.Generator) -> list[float]:
+        s = self.settings
+        low, high = np.log(s.replicas[0] - 0.5), np.log(s.replicas[1] + 0.5)
+        count = int(np.clip(round(float(np.exp(rng.uniform(low, high)))), *s.replicas))
+        if rng.random() >= s.mixed_speed:
+            return [1.0] * count
+        # A few kinds of machine, as in real fleets.
+        slowest, fastest = np.log(s.speeds)
+        kinds = np.exp(rng.uniform(slowest, fastest, size=int(rng.integers(2, 4))))
+        return [round(float(kind), 3) for kind in rng.choice(kinds, count)]
+
+    def _events(self, rng: np.random.Generator, replicas: int, rate: float) -> tuple[Event, ...]:
+        """One replica fails at a time; times are in the reach of a world of some 2 000 requests."""
+        if rng.random() >= self.settings.failures:
+            return ()
+        replica = int(rng.integers(replicas))
+        start = float(rng.uniform(100, 1000)) / rate
+        back = start + float(rng.uniform(300, 1500)) / rate
+        returns = Event(at_s=back, replica=replica, kind="return")
+        if rng.random() < 0.5:
+            return Event(at_s=start, replica=replica, kind="die"), returns
+        factor = float(rng.uniform(0.2, 0.7))
+        return Event(at_s=start, replica=replica, kind="slow", factor=factor), returns

@@ -1,0 +1,299 @@
+"""Every setting of a training run, in one tree; a preset is a TOML file of these."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from tailrace import config
+from tailrace.config import Positive, Settings, load_toml
+from tailrace.env.reward import RewardSettings
+from tailrace.errors import TailraceError, unknown_name
+from tailrace.learn.distribution import Randomisation, Share
+from tailrace.learn.exploration import ExplorationSettings
+from tailrace.learn.ppo_settings import PpoSettings
+from tailrace.policy import registry
+from tailrace.policy.architecture import NetworkConfig
+from tailrace.scenario import merged
+from tailrace.seeds import SEEDS_PER_PURPOSE
+
+PRESETS = Path(__file__).parent.parent / "presets"
+#: Training seeds from this number on are kept for choosing the best checkpoint.
+FIRST_VALIDATION_SEED = 900_000_000
+#: Training seeds that one run may use up.
+SEEDS_PER_RUN = 1_000_000
+MAX_RUNS = FIRST_VALIDATION_SEED // SEEDS_PER_RUN
+#: Roll-out tasks per update, whatever the number of processes: the worlds follow from it.
+ROLLOUT_TASKS = 2
+
+Count = Annotated[int, Field(ge=1, le=10_000_000)]
+Weight = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+LearningRate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+
+
+class DemonstrationSettings(Settings):
+    """Labels from a teacher, and cloning. From the second round on the student drives (DAgger)."""
+
+    rounds: int = Field(default=3, ge=0, le=10_000)
+    """Rounds of collecting labels and fitting to all of them; 0: start from random weights."""
+    teachers: dict[str, float] = Field(default={"lookahead": 1.0}, min_length=1)
+    """Built-in policies to learn from, and the share of worlds each one labels."""
+    best_teacher: bool = False
+    """Instead of by shares, each world is labelled by the teacher that does best in it."""
+    worlds: Count = 20
+    """Worlds per round; every scenario equally often."""
+    decisions: Count = 1500
+    """Labels per world."""
+    warmup: Count = 500
+    """Most decisions before the first label of a world; at least a tenth of that."""
+    epsilon: Share = 0.15
+    """Share of random choices while the teacher drives."""
+    student_epsilon: Share = 0.03
+    """Share of random choices while the student drives."""
+    unbalanced: Share = 0.1
+    """Share of worlds in which most requests before the first label went to one replica."""
+    off_nominal: Share = 0.2
+    """Share of worlds whose load is far from the scenario's."""
+    load_factors: tuple[Positive, Positive] = (0.4, 1.3)
+    """Lowest and highest multiple of the load in those."""
+    epochs: Count = 6
+    """Passes over all labels per round."""
+    batch_size: Count = 512
+    """Labels per step."""
+    learning_rate: LearningRate = 2e-3
+    """At the start of a round; falls to nothing within it."""
+    temperature_s: Positive = 0.05
+    """Choices that cost so much more, s, are wanted e times less."""
+
+    @model_validator(mode="after")
+    def _teachers_known(self) -> Self:
+        known = [rule.name for rule in registry.rules()]
+        for name, weight in self.teachers.items():
+            if name not in known:
+                raise ValueError(str(unknown_name("teacher", name, known)))
+            if not 0 <= weight < float("inf"):
+                raise ValueError(f"the share of teacher {name} must not be negative")
+        if not sum(self.teachers.values()) > 0:
+            raise ValueError("all teachers have share 0")
+        if self.best_teacher and len(self.teachers) < 2:
+            raise ValueError("best_teacher needs several teachers to choose from")
+        if self.load_factors[0] > self.load_factors[1]:
+            raise ValueError("load_factors must rise")
+        return self
+
+
+class BranchingSettings(Settings):
+    """Improvement by trying several choices in copies of a cluster, all else being equal."""
+
+    worlds: Count = 20
+    """Worlds per update; every scenario equally often."""
+    states: Count = 60
+    """Decisions per world at which choices are tried; fewer, in proportion, beyond 4 replicas."""
+    gap: int = Field(default=32, ge=1, le=10_000)
+    """Mean number of decisions between two of them."""
+    warmup: Count = 400
+    """Most decisions before the first of them; at least a tenth of that."""
+    candidates: int = Field(default=3, ge=2, le=64)
+    """Choices tried: those the policy likes best."""
+    horizon: Positive = 1.0
+    """How long each copy goes on, as a multiple of the P90 time a request stays; then it runs out
+    without further arrivals."""
+    shortest_s: Positive = 1.0
+    """Shortest horizon, s: what a cache is good for shows late."""
+    longest_s: Positive = 30.0
+    """Longest horizon, s."""
+    reluctance: float = Field(default=2.0, ge=0)
+    """How much the policy must prefer another replica, as a difference of logits, before a branch
+    departs from the choices of the first; keeps chance out of the comparison."""
+    keep: Count = 6
+    """Updates whose samples are learnt from."""
+    kl_limit: Positive = 0.03
+    """Mean KL divergence of the target from the policy, nats."""
+    epochs: Count = 20
+    """Passes over the samples per update."""
+    batch_size: Count = 256
+    """Samples per step."""
+    learning_rate: LearningRate = 1e-3
+    """Of every update; each has an optimiser of its own."""
+    final_learning_rate: LearningRate = 1e-3
+    """At the last update; goes there evenly."""
+    imitation: Weight = 0.0
+    """Weight of the imitation loss at the first update; fades out over `imitation_updates`."""
+    imitation_updates: Count = 10
+    """Updates over which it fades."""
+
+
+class Stage(Settings):
+    """A stage of the curriculum; what is not given is as without one."""
+
+    name: str
+    """Name in the log."""
+    updates: int | None = Field(default=None, ge=1)
+    """Updates it lasts; the last stage has no end."""
+    until_score: Positive | None = None
+    """It ends sooner, once an evaluation gives this score against the best rule, or better."""
+    load: Positive = 1.0
+    """Multiple of the scenarios' loads."""
+    scenarios: tuple[str, ...] = ()
+    """Scenarios to play, of those of the run; none: all."""
+    late_weight: Weight | None = None
+    """Cost of a second past the target for the first token (PPO): how strict the reward is."""
+
+
+class EvaluationSettings(Settings):
+    """Checks on fixed traffic during training; the best checkpoint is chosen by them."""
+
+    every: Count = 1
+    """Updates between two evaluations."""
+    worlds: Count = 4
+    """Different traffic per scenario."""
+    randomised: Count = 40
+    """Randomised worlds, if the run has any."""
+    requests: Count = 4000
+    """Requests per world."""
+    rules: tuple[str, ...] = (
+        "least_outstanding", "round_robin", "lmetric", "load_aware", "least_predicted_ttft",
+        "least_pending_uncached", "cache_aware", "llm_d",
+    )  # fmt: skip
+    """Rules to be better than; the first is what costs are divided by."""
+    checkpoints: Count = 1
+    """Updates between two checkpoints that are kept."""
+
+    @model_validator(mode="after")
+    def _rules_known(self) -> Self:
+        if not self.rules:
+            raise ValueError("evaluation needs at least one rule to compare with")
+        known = [rule.name for rule in registry.rules()]
+        for name in self.rules:
+            if name not in known:
+                raise ValueError(str(unknown_name("rule", name, known)))
+        return self
+
+
+class SafetySettings(Settings):
+    """When to stop a run that leads nowhere."""
+
+    behind: int = Field(default=0, ge=0)
+    """Stop after so many evaluations in a row, since cloning, behind the best rule; 0: never."""
+    collapse_share: Share = 0.995
+    """Stop if one replica gets this share of the requests in every world of an evaluation."""
+    dead_deviation: float = Field(default=1e-9, ge=0)
+    """Stop if the reward varies by less than this from decision to decision."""
+
+
+class TrainSettings(Settings):
+    """One training run."""
+
+    name: str = "custom"
+    """Name of the preset or of the run."""
+    seed: int = Field(default=0, ge=0, lt=MAX_RUNS)
+    """Number of the run: weights, traffic and choices follow from it."""
+    scenarios: tuple[str, ...] = ()
+    """Scenarios to train on, by name or file."""
+    randomise: Randomisation | None = None
+    """Train on randomised worlds, besides the scenarios or instead of them."""
+    network: NetworkConfig = NetworkConfig()
+    demonstrations: DemonstrationSettings = DemonstrationSettings()
+    method: Literal["branching", "ppo"] = "branching"
+    """How the clone is improved."""
+    updates: int = Field(default=10, ge=0, le=10_000_000)
+    """Updates of the improvement."""
+    branching: BranchingSettings = BranchingSettings()
+    ppo: PpoSettings = PpoSettings()
+    reward: RewardSettings = RewardSettings()
+    exploration: ExplorationSettings = ExplorationSettings()
+    curriculum: tuple[Stage, ...] = ()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    safety: SafetySettings = SafetySettings()
+
+    @property
+    def steps(self) -> int:
+        """Steps of a run: rounds of cloning, then updates."""
+        return self.demonstrations.rounds + self.updates
+
+    @property
+    def seeds_needed(self) -> int:
+        """Most training seeds the run can use up; each is played once."""
+        per_update = self.branching.worlds
+        if self.method == "ppo":
+            per_update = self.ppo.clusters // self.ppo.group + ROLLOUT_TASKS
+        cloning = self.demonstrations.rounds * self.demonstrations.worlds
+        return cloning + self.updates * per_update
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        share = 0.0 if self.randomise is None else self.randomise.share
+        if not self.scenarios and self.randomise is None:
+            raise ValueError("there is nothing to train on: give scenarios, or randomise, or both")
+        if self.scenarios and share == 1:
+            raise ValueError("scenarios are given, but randomise.share = 1 leaves none of them")
+        if not self.scenarios and share < 1:
+            raise ValueError("randomise.share is below 1, but no scenarios are given for the rest")
+        if self.steps == 0:
+            raise ValueError("there is nothing to do: both demonstrations.rounds and updates are 0")
+        if self.seeds_needed > SEEDS_PER_RUN:
+            raise ValueError(
+                f"the run would play {self.seeds_needed} worlds, but has traffic for "
+                f"{SEEDS_PER_RUN}; set fewer worlds, clusters or updates"
+            )
+        improvement = self.branching if self.method == "branching" else self.ppo
+        if improvement.imitation > 0 and self.demonstrations.rounds == 0:
+            raise ValueError(
+                f"{self.method}.imitation mixes demonstrations in, but demonstrations.rounds = 0 "
+                "makes none"
+            )
+        if self.method == "branching" and self.reward != RewardSettings():
+            raise ValueError(
+                "branching counts the composite cost itself: a reward of another kind needs "
+                "method = 'ppo'"
+            )
+        if self.method == "branching" and self.exploration != ExplorationSettings():
+            raise ValueError(
+                "branching tries all candidates anyway: exploration needs method = 'ppo'"
+            )
+        if self.branching.shortest_s > self.branching.longest_s:
+            raise ValueError("branching.shortest_s is above branching.longest_s")
+        for stage in self.curriculum:
+            for name in stage.scenarios:
+                if name not in self.scenarios:
+                    raise ValueError(
+                        f"stage {stage.name} names '{name}', which the run does not have"
+                    )
+        for stage in self.curriculum[:-1]:
+            if stage.updates is None and stage.until_score is None:
+                raise ValueError(f"stage {stage.name} never ends, but others follow it")
+        if self.method == "branching" and any(s.late_weight is not None for s in self.curriculum):
+            raise ValueError("late_weight belongs to the reward, which needs method = 'ppo'")
+        return self
+
+
+def preset_names() -> list[str]:
+    """Return the presets that come with the package."""
+    return sorted(path.stem for path in PRESETS.glob("*.toml"))
+
+
+def read(preset_or_file: str) -> dict[str, Any]:
+    """Return the settings of a preset or of a TOML file as plain data."""
+    path = Path(preset_or_file)
+    if path.suffix != ".toml":
+        if preset_or_file not in preset_names():
+            raise unknown_name("preset", preset_or_file, preset_names())
+        path = PRESETS / f"{preset_or_file}.toml"
+    data = load_toml(path)
+    data.setdefault("name", path.stem)
+    return data
+
+
+def build(data: dict[str, Any], over: dict[str, Any] | None = None) -> TrainSettings:
+    """Validate plain data, with other settings put over it, into settings."""
+    return config.parse(TrainSettings, merged(data, over or {}))
+
+
+def training_seed(run: int, number: int) -> int:
+    """Return the ``number``-th index among training seeds of a run; validation has its own."""
+    if number >= SEEDS_PER_RUN:
+        raise TailraceError(f"a run may use {SEEDS_PER_RUN} worlds; set fewer worlds or updates")
+    return run * SEEDS_PER_RUN + number
+
+
+assert MAX_RUNS * SEEDS_PER_RUN <= SEEDS_PER_PURPOSE

@@ -1,0 +1,391 @@
+"""A training run: demonstrations and cloning, then updates; judged and saved as it goes.
+
+A step is a round of cloning or an update. Everything a step does follows from the settings, the
+number of the step and the state before it, so a resumed run equals an uninterrupted one.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from tailrace.errors import TailraceError
+from tailrace.learn import fit, safety
+from tailrace.learn.curriculum import Curriculum
+from tailrace.learn.exploration import Exploration
+from tailrace.learn.improvement import Branching, Improvement, Ppo, gather
+from tailrace.learn.plan import Plan
+from tailrace.learn.runs import RunFolder
+from tailrace.learn.samples import Samples, grouped
+from tailrace.learn.settings import ROLLOUT_TASKS, TrainSettings
+from tailrace.learn.validation import Validation, Verdict
+from tailrace.learn.worlds import Driver, Workers, label
+from tailrace.policy import checkpoint
+from tailrace.policy.architecture import pack
+from tailrace.policy.network import Network
+from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.seeds import generator
+from tailrace.sim.engine import LEARNED_CODE
+
+#: Threads of torch: fixed, because sums in another order give other bits; and one, because two
+#: wait for each other if anything else runs on the machine.
+TORCH_THREADS = 1
+
+
+class Watcher(Protocol):
+    """Is told how a run goes."""
+
+    def phase(self, name: str) -> None:
+        """Something else begins."""
+
+    def tasks(self, done: int, total: int) -> None:
+        """So many tasks of the step are done."""
+
+    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
+        """A step is over."""
+
+
+class Silent:
+    """Watches nothing."""
+
+    def phase(self, name: str) -> None:
+        """Ignore it."""
+
+    def tasks(self, done: int, total: int) -> None:
+        """Ignore it."""
+
+    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
+        """Ignore it."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands."""
+
+    step: int = 0
+    best_score: float | None = None
+    best_step: int = -1
+    behind: int = 0
+    seconds: float = 0.0
+    exploration: dict[str, float] = field(default_factory=dict)
+    curriculum: dict[str, int] = field(default_factory=dict)
+    rule_costs: dict[str, list[float]] = field(default_factory=dict)
+    capacities: list[tuple[str, float]] = field(default_factory=list)
+    scenarios: list[str] = field(default_factory=list)  #: digests
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    best: Path
+    best_score: float
+    best_rule: tuple[str, float]
+    reference: str  #: rule that costs are divided by
+    health: list[safety.Check]
+
+
+class Trainer:
+    """A run in its folder."""
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: TrainSettings | None,
+        jobs: int,
+        watcher: Watcher | None = None,
+    ) -> None:
+        """Begin a run with settings, or resume the one in the folder without."""
+        self.folder = RunFolder(folder)
+        self.watcher = watcher or Silent()
+        arrays: dict[str, Any] = {}
+        self.progress = Progress()
+        if settings is None:
+            settings = self.folder.settings()
+            arrays, numbers = self.folder.load_state(settings)
+            self.progress = self._progress(numbers)
+        else:
+            self.folder.check_free()
+        self.settings = settings
+        self._fresh = not arrays
+        torch.set_num_threads(TORCH_THREADS)
+        torch.use_deterministic_algorithms(True)
+        torch.manual_seed(self._seed("weights"))
+        self.network = Network(settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
+        self.watcher.phase("preparing")
+        self.plan = Plan(settings, self.progress.capacities)
+        self.progress.capacities = list(self.plan.capacities)
+        self._check_scenarios()
+        self.validation = Validation(self.plan.validation(), settings.evaluation.rules)
+        self.validation.rule_costs = {
+            rule: tuple(costs) for rule, costs in self.progress.rule_costs.items()
+        }
+        self.exploration = Exploration(settings.exploration)
+        self.curriculum = Curriculum(settings.curriculum)
+        self.behind = safety.Behind(settings.safety, self.progress.behind)
+        if self._fresh:
+            self.folder.create(settings)
+        self.workers = Workers(jobs)
+        self._demonstrations: list[Samples] = []
+        self._lessons: list[fit.Demonstrations] = []
+        self._improvement: Improvement | None = None
+        self._verdict: Verdict | None = None
+        self._rows: list[dict[str, float]] = []
+        if arrays:
+            self._restore(arrays)
+
+    # ---- the run --------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Do all steps that are left."""
+        started = time.monotonic() - self.progress.seconds
+        self._rows = self.folder.open_logs(self.progress.step)
+        try:
+            if not self.validation.rule_costs:
+                self.watcher.phase("judging rules")
+                self.validation.judge_rules(self.workers)
+                self.progress.rule_costs = {
+                    rule: list(costs) for rule, costs in self.validation.rule_costs.items()
+                }
+            while self.progress.step < self.settings.steps:
+                self._step(started)
+            return self._finish()
+        finally:
+            self.folder.close()
+            self.workers.close()
+
+    def _step(self, started: float) -> None:
+        step, rounds = self.progress.step, self.settings.demonstrations.rounds
+        began = time.monotonic()
+        stage_before, number = self.curriculum.stage, self.curriculum.number
+        if step < rounds:
+            figures: dict[str, Any] = {"phase": "clone", **self._clone(step)}
+        else:
+            figures = {"phase": self.settings.method, **self._update(step - rounds)}
+            self._rows.append({k: v for k, v in figures.items() if isinstance(v, float)})
+        if stage_before is not None:
+            figures |= {"stage": stage_before.name, "curriculum/stage": number}
+        took = max(time.monotonic() - began, 1e-9)
+        figures["steps_per_s"] = figures["samples"] / took
+        last = step + 1 == self.settings.steps
+        if step < rounds or last or (step - rounds + 1) % self.settings.evaluation.every == 0:
+            figures |= self._evaluate(step)
+        if step >= rounds:
+            self.curriculum.after_update(figures.get("score_vs_best_rule"))
+        stage = self.curriculum.stage
+        if stage is not stage_before and stage is not None:
+            self.watcher.phase(f"curriculum: {stage.name}")
+        self.progress.step = step + 1
+        self.progress.seconds = figures["seconds"] = time.monotonic() - started
+        # First the log: what it says of a step whose state was not saved is forgotten on resuming.
+        self.folder.log(step, figures)
+        self._save(last)
+        self.watcher.step(step + 1, self.settings.steps, figures)
+
+    def _update(self, number: int) -> dict[str, float]:
+        self.watcher.phase(self.settings.method)
+        if self._improvement is None:
+            self._improvement = self._start_improvement()
+        rng = torch.Generator().manual_seed(self._seed("updates", number))
+        if self._wants_lessons(number) and not self._lessons:
+            self._collect_again(self.settings.demonstrations.rounds)
+        figures = self._improvement.update(
+            number, self.curriculum.stage, rng, self._lessons, self.watcher.tasks
+        )
+        return {"loss": figures["policy_loss"], **figures}
+
+    def _start_improvement(self) -> Improvement:
+        first = self.settings.demonstrations.rounds * self.settings.demonstrations.worlds
+        if self.settings.method == "branching":
+            return Branching(self.network, self.plan, self.workers, first)
+        return Ppo(self.network, self.plan, self.workers, first, self.exploration, ROLLOUT_TASKS)
+
+    # ---- cloning --------------------------------------------------------------------------------
+
+    def _clone(self, round_: int) -> dict[str, float]:
+        """Collect one more round of demonstrations and fit to all of them."""
+        d = self.settings.demonstrations
+        if round_ and not self._demonstrations:
+            self._collect_again(round_)
+        new = self._collect(round_)
+        if round_ == 0:
+            for samples in grouped(new):
+                self.network.update_norms(
+                    torch.from_numpy(samples.replica_obs),
+                    torch.from_numpy(samples.request_obs),
+                    torch.from_numpy(samples.mask),
+                )
+        self._demonstrations = grouped([*self._demonstrations, *new])
+        self.watcher.phase("cloning")
+        loss = fit.imitate(
+            self.network,
+            self._demonstrations,
+            epochs=d.epochs,
+            batch_size=d.batch_size,
+            learning_rate=d.learning_rate,
+            temperature_s=d.temperature_s,
+            rng=torch.Generator().manual_seed(self._seed("cloning", round_)),
+        )
+        if round_ + 1 == d.rounds:
+            self._keep_lessons()
+        return {"loss": loss, "imitation_loss": loss, "samples": float(sum(map(len, new)))}
+
+    def _collect(self, round_: int, driver: Network | None = None) -> list[Samples]:
+        """Collect the demonstrations of a round; the teacher drives in the first."""
+        self.watcher.phase("demonstrations")
+        network = driver or self.network
+        packed = pack(network.config, network.tensors())
+        tasks = self.plan.label_tasks(round_, packed, round_ > 0, self.curriculum.first)
+        return gather(self.workers, label, tasks, self.watcher.tasks)
+
+    def _collect_again(self, rounds: int) -> None:
+        """Make the demonstrations of earlier rounds anew, each with the policy of that time."""
+        parts: list[Samples] = []
+        for round_ in range(rounds):
+            past = Network(self.network.config, self.network.features, self.network.globals_)
+            if round_:
+                path = self.folder.checkpoint_of(round_ - 1)
+                past.load_tensors(checkpoint.read(path)[1])
+            parts += self._collect(round_, past)
+        self._demonstrations = grouped(parts)
+        if rounds == self.settings.demonstrations.rounds:
+            self._keep_lessons()
+
+    def _keep_lessons(self) -> None:
+        """After cloning, keep demonstrations only if they are mixed into updates."""
+        if self._wants_lessons(0):
+            temperature_s = self.settings.demonstrations.temperature_s
+            self._lessons = [
+                fit.Demonstrations.of(samples, temperature_s) for samples in self._demonstrations
+            ]
+        self._demonstrations = []
+
+    def _wants_lessons(self, number: int) -> bool:
+        s = self.settings
+        weights = s.ppo if s.method == "ppo" else s.branching
+        wanted = weights.imitation > 0 and number < weights.imitation_updates
+        return wanted and s.demonstrations.rounds > 0
+
+    # ---- judging --------------------------------------------------------------------------------
+
+    def _driver(self) -> Driver:
+        return Driver(LEARNED_CODE, pack(self.network.config, self.network.tensors()))
+
+    def _evaluate(self, step: int) -> dict[str, Any]:
+        self.watcher.phase("evaluating")
+        verdict = self.validation.judge(self._driver(), self.workers)
+        self._verdict = verdict
+        best_rule = self.validation.best_rule
+        best = self.progress.best_score
+        is_best = best is None or verdict.score < best
+        scores = {
+            "score": verdict.score,
+            "best_rule": best_rule[0],
+            "best_rule_score": best_rule[1],
+            "costs_s": list(verdict.costs),
+            "ttft_p99_s": verdict.ttft_p99_s,
+            "e2e_mean_s": verdict.e2e_mean_s,
+        }
+        if is_best:
+            self.progress.best_score, self.progress.best_step = verdict.score, step
+            self.folder.save_policy(self.folder.best, self.network, self.settings, step, scores)
+        update = step - self.settings.demonstrations.rounds
+        flag = False
+        if update >= 0:
+            flag = self.behind.tell(verdict.score, best_rule)
+            self.exploration.after_evaluation(update, verdict.score)
+            if flag:
+                self.exploration.red_flag(update)
+        safety.check_collapse(verdict, self.settings.safety)
+        return {
+            "score": verdict.score,
+            "score_vs_best_rule": verdict.score / best_rule[1],
+            "ttft_p99_s": verdict.ttft_p99_s,
+            "e2e_mean_s": verdict.e2e_mean_s,
+            "largest_share": max(verdict.largest_shares),
+            "replica_share": verdict.relative_shares,
+            "best": int(is_best),
+            "red_flag": int(flag),
+        }
+
+    def _finish(self) -> Outcome:
+        if self._verdict is None:
+            self._verdict = self.validation.judge(self._driver(), self.workers)
+        equal = [
+            (world.scenario.cluster.size, share)
+            for world, share in zip(
+                self.validation.worlds, self._verdict.largest_shares, strict=True
+            )
+            if len({r.model_copy(update={"count": 1}) for r in world.scenario.cluster.replicas})
+            == 1
+            and not world.scenario.events
+        ]
+        best_score = self.progress.best_score
+        if best_score is None:
+            raise TailraceError("the run ended without an evaluation")
+        checks = safety.health(self._rows, best_score, self.validation.best_rule, equal)
+        self.folder.write_json("health.json", [asdict(check) for check in checks])
+        return Outcome(
+            self.folder.best,
+            best_score,
+            self.validation.best_rule,
+            self.validation.rules[0],
+            checks,
+        )
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def _save(self, last: bool) -> None:
+        step, rounds = self.progress.step - 1, self.settings.demonstrations.rounds
+        path = self.folder.checkpoint_of(step)
+        if step < rounds or last or (step - rounds + 1) % self.settings.evaluation.checkpoints == 0:
+            self.folder.save_policy(path, self.network, self.settings, step, {})
+        self.folder.save_policy(self.folder.last, self.network, self.settings, step, {})
+        self.progress.behind = self.behind.count
+        self.progress.exploration = self.exploration.state()
+        self.progress.curriculum = self.curriculum.state()
+        arrays = {f"network.{name}": array for name, array in self.network.tensors().items()}
+        if self._improvement is not None:
+            arrays |= self._improvement.state()
+        self.folder.save_state(arrays, asdict(self.progress), self.settings)
+
+    def _check_scenarios(self) -> None:
+        """Refuse to go on with scenarios that have changed since the run began."""
+        now = [sha256(s.model_dump_json().encode()).hexdigest() for s in self.plan.scenarios]
+        began_with = self.progress.scenarios or now
+        for name, digest, before in zip(self.settings.scenarios, now, began_with, strict=True):
+            if digest != before:
+                raise TailraceError(
+                    f"scenario {name} has changed since the run began, and a run goes on as it was "
+                    "begun: put it back, or begin a new run"
+                )
+        self.progress.scenarios = now
+
+    def _progress(self, numbers: dict[str, Any]) -> Progress:
+        names = {part.name for part in fields(Progress)}
+        if not isinstance(numbers, dict) or set(numbers) != names:
+            raise TailraceError(
+                f"the state of {self.folder.path} was saved by another version of Tailrace; go on "
+                "with that one, or begin a new run"
+            )
+        return Progress(**numbers)
+
+    def _restore(self, arrays: dict[str, Any]) -> None:
+        prefix = "network."
+        self.network.load_tensors(
+            {k.removeprefix(prefix): a for k, a in arrays.items() if k.startswith(prefix)}
+        )
+        if self.progress.exploration:
+            self.exploration.restore(self.progress.exploration)
+        self.curriculum.restore(self.progress.curriculum)
+        if self.progress.step > self.settings.demonstrations.rounds:
+            self._improvement = self._start_improvement()
+            self._improvement.restore(arrays)
+
+    def _seed(self, stream: str, number: int = 0) -> int:
+        rng = generator(self.settings.seed, f"{stream}-{number}")
+        return int(rng.integers(2**62))

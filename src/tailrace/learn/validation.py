@@ -1,0 +1,74 @@
+"""How good a policy is: its cost on fixed worlds, against rules on the very same requests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.learn.worlds import Driver, Played, ScoreTask, Workers, World, score
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A policy's costs on the validation worlds."""
+
+    costs: tuple[float, ...]  #: mean cost of a request in each scenario, s
+    score: float  #: geometric mean over scenarios of cost / cost of the reference rule
+    ttft_p99_s: float  #: geometric mean over worlds
+    e2e_mean_s: float  #: geometric mean over worlds
+    largest_shares: tuple[float, ...]  #: largest share of a replica, per world
+    relative_shares: NDArray[np.float64]  #: of all replicas of all worlds; 1 is an equal share
+
+
+class Validation:
+    """Fixed worlds and what rules achieve there."""
+
+    def __init__(self, worlds: Sequence[World], rules: Sequence[str]) -> None:
+        """Nothing is played before it is asked for."""
+        self.worlds = list(worlds)
+        self.rules = tuple(rules)
+        self.rule_costs: dict[str, tuple[float, ...]] = {}
+
+    def judge_rules(self, workers: Workers) -> None:
+        """Play all rules; the first is the reference."""
+        tasks = [ScoreTask(w, Driver.of_rule(rule)) for rule in self.rules for w in self.worlds]
+        played = list(workers.map(score, tasks))
+        for k, rule in enumerate(self.rules):
+            of_rule = played[k * len(self.worlds) : (k + 1) * len(self.worlds)]
+            self.rule_costs[rule] = self._by_scenario(of_rule)
+
+    def judge(self, driver: Driver, workers: Workers) -> Verdict:
+        """Play a policy."""
+        played = list(workers.map(score, [ScoreTask(world, driver) for world in self.worlds]))
+        costs = self._by_scenario(played)
+        return Verdict(
+            costs,
+            self.score(costs),
+            _geometric_mean([p.ttft_p99_s for p in played]),
+            _geometric_mean([p.e2e_mean_s for p in played]),
+            tuple(max(p.shares) for p in played),
+            np.concatenate([np.array(p.shares) * len(p.shares) for p in played]),
+        )
+
+    def score(self, costs: Sequence[float]) -> float:
+        """Return the geometric mean of costs [scenarios] against the reference's."""
+        reference = self.rule_costs[self.rules[0]]
+        return float(np.exp(np.mean(np.log(np.array(costs) / np.array(reference)))))
+
+    @property
+    def best_rule(self) -> tuple[str, float]:
+        """The rule with the best score, and its score."""
+        scores = {rule: self.score(costs) for rule, costs in self.rule_costs.items()}
+        best = min(scores, key=lambda rule: scores[rule])
+        return best, scores[best]
+
+    def _by_scenario(self, played: Sequence[Played]) -> tuple[float, ...]:
+        numbers = np.array([world.number for world in self.worlds])
+        costs = np.array([p.cost_s for p in played])
+        return tuple(float(costs[numbers == n].mean()) for n in np.unique(numbers))
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None and value > 0]
+    return float(np.exp(np.mean(np.log(known)))) if known else float("nan")

@@ -1,0 +1,97 @@
+"""What a report is put together from; templates/ says how each looks."""
+
+from dataclasses import dataclass, field
+
+from tailrace.report.charts import Figure
+from tailrace.report.decisions import Example
+from tailrace.report.tables import Table
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Pictures in a row, with what their colours mean: (class, words)."""
+
+    figures: tuple[Figure, ...]
+    legend: tuple[tuple[str, str], ...] = ()
+    kind: str = "gallery"
+
+
+@dataclass(frozen=True)
+class Tabular:
+    """A table; with a summary it is folded until somebody wants to see it."""
+
+    table: Table
+    summary: str = ""
+    about: str = ""
+    kind: str = "table"
+
+
+@dataclass(frozen=True)
+class Words:
+    """A paragraph."""
+
+    text: str
+    kind: str = "words"
+
+
+@dataclass(frozen=True)
+class Cards:
+    """Single decisions with their reasons."""
+
+    examples: tuple[Example, ...]
+    subject: str
+    rule: str
+    kind: str = "cards"
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Pictures that are folded until somebody wants to see them."""
+
+    summary: str
+    gallery: Gallery
+    kind: str = "folded"
+
+
+@dataclass(frozen=True)
+class Commands:
+    """Lines for a terminal."""
+
+    lines: tuple[str, ...]
+    kind: str = "commands"
+
+
+Block = Gallery | Tabular | Words | Cards | Folded | Commands
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part with a heading."""
+
+    name: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One figure of the headline."""
+
+    label: str
+    value: str
+    note: str
+    verdict: str  #: better, worse or even
+    words: str
+
+
+@dataclass(frozen=True)
+class Content:
+    """All of a report."""
+
+    subject: str
+    title: str
+    facts: tuple[str, ...]  #: in a line under the title
+    tiles: tuple[Tile, ...]
+    sentences: tuple[str, ...]
+    sections: tuple[Section, ...]
+    warnings: tuple[str, ...] = field(default=())

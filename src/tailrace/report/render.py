@@ -1,0 +1,108 @@
+"""From what a report says to one file: HTML that needs nothing else, or Markdown."""
+
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from tailrace import __version__
+from tailrace.evaluate.cells import source_digest
+from tailrace.evaluate.opponents import Role
+from tailrace.policy import registry
+from tailrace.report.content import content, method
+from tailrace.report.replays import Replays
+from tailrace.report.source import Results
+
+TEMPLATES = Path(__file__).parent / "templates"
+_GROUPS = {Role.TUNED: "tuned", Role.LEARNED: "learned", Role.ORACLE: "look-ahead"}
+
+
+def render(
+    results: Results, replays: Replays | None, command: str, *, markdown: bool = False
+) -> str:
+    """Return the report; ``command`` is what made it."""
+    commands = (evaluate_command(results), command)
+    said = content(results, replays, method(results, replays, commands, made(results)))
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=not markdown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = markdown_cell
+    name = "report.md.j2" if markdown else "report.html.j2"
+    # Both files are ours, so they go into the page as they are.
+    css, script = (
+        Markup((TEMPLATES / file).read_text(encoding="utf-8"))
+        for file in ("style.css", "script.js")
+    )
+    return environment.get_template(name).render(report=said, css=css, script=script)
+
+
+def markdown_cell(text: str) -> str:
+    """Return a text that stays within its cell of a Markdown table, character by character."""
+    for mark in ("\\", "|", "_", "*", "`", "<", "["):
+        text = text.replace(mark, f"\\{mark}")
+    return " ".join(text.split())
+
+
+def evaluate_command(results: Results) -> str:
+    """Return the command that makes these results, as far as they tell."""
+    data = results.data
+    words = ["tailrace", "evaluate"]
+    if data.suite == "custom":
+        words += [w for name in results.grid.scenarios for w in ("--scenario", name)]
+    else:
+        words += ["--suite", data.suite]
+    subjects = [s.spec for s in data.policies if s.role is Role.SUBJECT or s.policy == data.subject]
+    words += [w for spec in subjects for w in ("-p", spec)]
+    words += [w for group in _against(results) for w in ("--against", group)]
+    words += ["--seeds", str(len(data.seeds)), "--selection-seeds", str(len(data.selection_seeds))]
+    if data.purpose != "evaluation":
+        words += ["--purpose", data.purpose]
+    if len(set(data.requests.values())) == 1:
+        words += ["--requests", str(next(iter(data.requests.values())))]
+    return shlex.join([*words, "-o", str(results.folder)])
+
+
+def _against(results: Results) -> Sequence[str]:
+    """Groups of opponents, where they are complete, and names."""
+    rules = [s.policy for s in results.data.policies if s.role is Role.RULE]
+    all_rules = {rule.name for rule in registry.rules() if not rule.in_engine}
+    roles = {s.role for s in results.data.policies}
+    groups = [group for role, group in _GROUPS.items() if role in roles]
+    if all_rules <= set(rules):
+        return ["all"] if len(groups) == len(_GROUPS) else ["rules", *groups]
+    others = [n for n in rules if n not in (results.data.reference, results.subject)]
+    return [*others, *groups] or ["none"]
+
+
+def made(results: Results) -> list[tuple[str, str]]:
+    """Return versions and machine, as (what, text)."""
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("numpy", "numba", "scipy"))
+    sources = f"digest {results.data.sources}"
+    if source_digest() != results.data.sources:
+        sources += f", now {source_digest()}"
+    return [
+        ("results", f"Tailrace {results.data.tailrace}, sources of simulator and rules {sources}"),
+        ("report", f"Tailrace {__version__}, Python {platform.python_version()}, {libraries}"),
+        ("machine of the report", f"{_processor()}, {os.cpu_count()} cores, {platform.system()}"),
+        ("figures", "simulated time: they do not depend on the machine"),
+    ]
+
+
+def _processor() -> str:
+    """Name of the processor, where Linux tells it."""
+    path = Path("/proc/cpuinfo")
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,141 @@
+import pickle
+
+import numpy as np
+import pytest
+
+from tailrace.config import Scenario
+from tailrace.learn.distribution import Distribution, Randomisation
+from tailrace.seeds import Purpose, seeds
+from tailrace.sim.build import why_not_compiled
+
+CAPACITIES = {"chat": 8.0, "sessions-hot": 6.0, "code-completion": 20.0}
+SEEDS = seeds(Purpose.TRAINING, 2000)
+
+
+def distribution(**changes) -> Distribution:
+    settings = Randomisation(**({"workloads": dict.fromkeys(CAPACITIES, 1.0)} | changes))
+    return Distribution(settings, tuple(CAPACITIES.items()))
+
+
+def drawn(count=400, **changes) -> list[Scenario]:
+    made = distribution(**changes)
+    return [made(seed) for seed in SEEDS[:count]]
+
+
+def sizes(scenarios):
+    return np.array([scenario.cluster.size for scenario in scenarios])
+
+
+def speeds(scenario):
+    return {replica.speed for replica in scenario.cluster.replicas}
+
+
+def load(scenario):
+    """Of capacity, as it is offered."""
+    capacity = CAPACITIES[scenario.workload.name] * sum(
+        replica.speed for replica in scenario.cluster.replicas
+    )
+    return scenario.workload.rate / capacity
+
+
+def test_thousands_of_seeds_give_scenarios_within_bounds():
+    settings = Randomisation()
+    for scenario in drawn(len(SEEDS)):
+        # Building it again checks every bound of every setting, events included.
+        assert Scenario.model_validate(scenario.model_dump()) == scenario
+        assert why_not_compiled(scenario.cluster) is None
+        assert 2 <= scenario.cluster.size <= settings.replicas[1]
+        slowest, fastest = settings.speeds
+        assert all(
+            speed == 1 or slowest - 1e-3 <= speed <= fastest + 1e-3 for speed in speeds(scenario)
+        )
+        scale = settings.load_scale.get(scenario.workload.name, 1.0)
+        lowest, highest = settings.load
+        assert lowest * scale - 1e-9 <= load(scenario) <= highest * scale + 1e-9
+        assert scenario.router.staleness_s in settings.staleness_s
+        assert scenario.router.predictor in settings.predictors
+        assert len(scenario.events) in (0, 2)
+
+
+def test_the_seed_decides_and_every_seed_differs():
+    first, again = drawn(300), drawn(300)
+    assert first == again
+    assert len({scenario.workload.rate for scenario in first}) == 300
+
+
+def test_sizes_are_spread_evenly_on_a_log_scale_ends_included():
+    found = sizes(drawn(2000, replicas=[2, 16]))
+    assert (found.min(), found.max()) == (2, 16)
+    small, large = (found <= 5).mean(), (found > 5).mean()
+    assert 0.35 < small < 0.65
+    assert 0.35 < large < 0.65
+    assert set(sizes(drawn(50, replicas=[3, 3]))) == {3}
+
+
+def test_weights_of_workloads():
+    names = [s.workload.name for s in drawn(600, workloads={"chat": 3, "sessions-hot": 1,
+                                                           "code-completion": 0})]  # fmt: skip
+    assert "code-completion" not in names
+    assert 0.68 < names.count("chat") / 600 < 0.82
+
+
+def test_loads_are_drawn_from_their_range_and_scaled_by_workload():
+    found = drawn(600, load=[0.5, 0.6], load_scale={"chat": 0.1})
+    loads = {
+        name: [load(s) for s in found if s.workload.name == name]
+        for name in ("chat", "sessions-hot")
+    }
+    assert 0.05 <= min(loads["chat"]) < max(loads["chat"]) <= 0.06
+    assert 0.5 <= min(loads["sessions-hot"]) < max(loads["sessions-hot"]) <= 0.6
+    # The larger of two draws: two thirds of the way on average.
+    assert np.mean(loads["sessions-hot"]) == pytest.approx(0.5 + 0.1 * 2 / 3, abs=0.005)
+    made = distribution()
+    one, three = made(SEEDS[0]), made(SEEDS[0], 3.0)
+    assert three.workload.rate == pytest.approx(3 * one.workload.rate)
+    assert three.cluster == one.cluster
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_shares_of_worlds_with_something_special(share):
+    def about(found):
+        assert np.mean(found) == pytest.approx(share, abs=0.08 if 0 < share < 1 else 0)
+
+    mixed = drawn(mixed_speed=share)
+    about([speeds(s) != {1.0} for s in mixed])
+    about([s.workload.arrivals == "gamma" for s in drawn(bursts=share)])
+    failing = drawn(failures=share)
+    about([bool(s.events) for s in failing])
+    if share == 1:
+        assert {s.events[0].kind for s in failing} == {"die", "slow"}
+        for scenario in failing:
+            before, after = scenario.events
+            assert before.at_s < after.at_s
+            assert before.replica == after.replica
+            assert after.kind == "return"
+        narrow = drawn(mixed_speed=1.0, speeds=[0.5, 0.6])
+        assert all(0.5 <= speed <= 0.6 for s in narrow for speed in speeds(s))
+        assert any(len(speeds(s)) > 1 for s in narrow)
+
+
+def test_what_the_router_knows():
+    found = drawn(staleness_s=[0.0, 2.0], predictors=["noisy", "exact"])
+    assert {s.router.staleness_s for s in found} == {0.0, 2.0}
+    assert {s.router.predictor for s in found} == {"noisy", "exact"}
+    assert {s.router.predictor for s in drawn(predictors=["bucket"])} == {"bucket"}
+
+
+def test_a_distribution_can_be_sent_to_a_process_and_be_a_key_there():
+    made = distribution()
+    sent = pickle.loads(pickle.dumps(made))
+    assert sent == made
+    assert hash(sent) == hash(made)
+    assert hash(made) != hash(distribution(failures=0.5))
+    assert sent(SEEDS[5]) == made(SEEDS[5])
+
+
+@pytest.mark.compiled
+def test_capacities_are_measured_for_the_workloads_that_are_drawn():
+    measured = Distribution.measured(Randomisation(workloads={"chat": 1, "reasoning": 0}))
+    ((name, capacity),) = measured.capacities
+    assert name == "chat"
+    assert 1 < capacity < 100

@@ -1,0 +1,225 @@
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from learn.tiny import (  # noqa: E402
+    Noted,
+    StopAfter,
+    StopIn,
+    Stopped,
+    content,
+    log,
+    settings,
+    train,
+)
+from tailrace.learn import fit  # noqa: E402
+from tailrace.learn.trainer import Trainer  # noqa: E402
+from tailrace.policy import checkpoint  # noqa: E402
+
+pytestmark = pytest.mark.compiled
+
+#: Everything that has a state of its own between two updates, switched on.
+BRANCHING = {
+    "updates": 3,
+    "branching": {"keep": 2, "imitation": 0.5, "imitation_updates": 3, "final_learning_rate": 1e-4},
+    "curriculum": [{"name": "easy", "load": 0.5, "updates": 1}, {"name": "hard"}],
+}
+PPO = {
+    "method": "ppo",
+    "updates": 3,
+    "network": {"memory": 3, "decoupled_critic": True, "prior": "load_aware"},
+    "ppo": {
+        "imitation": 0.5, "imitation_updates": 3, "imitation_rows": 16, "start_kl": 0.1,
+        "start_kl_updates": 3, "target_kl": 0.01, "kl_penalty": True, "scale_rewards": True,
+        "schedule": "linear", "group": 2, "learning_rate": 3e-3, "norm_updates": 2,
+    },
+    "exploration": {
+        "entropy_start": 0.01, "entropy_end": 0.02, "entropy_updates": 3, "target_entropy": 0.5,
+        "pulse_factor": 2.0, "pulse_updates": 1, "stagnation": 1, "stagnation_margin": 0.5,
+        "epsilon_start": 0.1,
+    },
+    "curriculum": [
+        {"name": "easy", "load": 0.5, "updates": 1},
+        {"name": "hard", "late_weight": 4.0},
+    ],
+}  # fmt: skip
+
+
+VARIANTS = {"branching": BRANCHING, "ppo": PPO}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with the scenario all runs here share: its path is in their policy files."""
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def whole(place):
+    """Runs without interruption, by method; each is done once."""
+    done = {}
+
+    def whole(method):
+        if method not in done:
+            run = place / method
+            Trainer(run, settings(place, VARIANTS[method]), 1).run()
+            done[method] = content(run)
+        return done[method]
+
+    return whole
+
+
+def changed(a, b):
+    """Names of what differs."""
+    return sorted(name for name in a.keys() | b.keys() if a.get(name) != b.get(name))
+
+
+# ---- the same again -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", VARIANTS)
+def test_the_seed_decides_every_byte(method, whole, place, tmp_path):
+    Trainer(tmp_path / "same", settings(place, VARIANTS[method]), 1).run()
+    assert changed(content(tmp_path / "same"), whole(method)) == []
+    Trainer(tmp_path / "other", settings(place, {**VARIANTS[method], "seed": 1}), 1).run()
+    other = content(tmp_path / "other")
+    assert other["best.tailrace"] != whole(method)["best.tailrace"]
+    weights = [name for name in other if name.startswith("state network.actor")]
+    assert weights
+    assert not [name for name in weights if other[name] == whole(method)[name]]
+
+
+def test_processes_make_no_difference(whole, place, tmp_path):
+    """Two, with work for both methods: labels, branches and evaluations; roll-outs."""
+    Trainer(tmp_path / "run", settings(place, PPO), 2).run()
+    assert changed(content(tmp_path / "run"), whole("ppo")) == []
+
+
+@pytest.mark.parametrize("method", VARIANTS)
+def test_a_run_stopped_after_every_step_and_resumed_equals_an_uninterrupted_one(
+    method, whole, place, tmp_path
+):
+    given = settings(place, VARIANTS[method])
+    run = tmp_path / "run"
+    with pytest.raises(Stopped):
+        Trainer(run, given, 1, StopAfter(1)).run()
+    for step in range(2, given.steps + 1):
+        with pytest.raises(Stopped):
+            Trainer(run, None, 1, StopAfter(step)).run()
+    Trainer(run, None, 1).run()
+    assert changed(content(run), whole(method)) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "phase", "time"),
+    [("branching", "cloning", 2), ("branching", "branching", 2), ("ppo", "evaluating", 4)],
+)
+def test_a_run_stopped_in_the_middle_of_a_step_loses_that_step_only(
+    method, phase, time, whole, place, tmp_path
+):
+    run = tmp_path / "run"
+    with pytest.raises(Stopped):
+        Trainer(run, settings(place, VARIANTS[method]), 1, StopIn(phase, time)).run()
+    watcher = Noted()
+    Trainer(run, None, 1, watcher).run()
+    assert len(watcher.figures) == {"cloning": 4, "branching": 2, "evaluating": 2}[phase]
+    assert changed(content(run), whole(method)) == []
+
+
+def test_a_finished_run_can_be_resumed_without_effect(place, whole):
+    run = place / "branching"
+    whole("branching")
+    outcome = Trainer(run, None, 1).run()
+    assert changed(content(run), whole("branching")) == []
+    assert outcome.best == run / "best.tailrace"
+
+
+# ---- what a run does ----------------------------------------------------------------------------
+
+
+def test_a_run_clones_improves_and_keeps_the_best(tmp_path):
+    """Cloning alone makes it better than by turns; the outcome names what is in the folder."""
+    watcher = Noted()
+    over = {
+        "updates": 3,
+        "demonstrations": {"decisions": 150, "epochs": 15},
+        "branching": {"states": 8, "learning_rate": 3e-3},
+        "evaluation": {"requests": 400, "rules": ["round_robin", "least_outstanding"]},
+    }
+    outcome = train(tmp_path, over, watcher=watcher)
+    rows = log(tmp_path / "run")
+    scores = [float(row["score"]) for row in rows]
+    assert outcome.best_score == min(scores) < 1
+    assert outcome.reference == "round_robin"
+    assert outcome.best_rule[0] == "least_outstanding"
+    best = checkpoint.load(outcome.best)
+    step = int(np.argmin(scores))
+    assert best.about["training"]["step"] == step
+    same = checkpoint.read(tmp_path / "run" / "checkpoints" / f"{step:06d}.tailrace")[1]
+    assert all((best.tensors[name] == tensor).all() for name, tensor in same.items())
+    # Each evaluation that is better than all before is marked.
+    records = [score == min(scores[: k + 1]) for k, score in enumerate(scores)]
+    assert [row["best"] == "1" for row in rows] == records
+    assert watcher.phases[:4] == ["preparing", "judging rules", "demonstrations", "cloning"]
+    assert watcher.phases.count("evaluating") == 5
+
+
+def test_evaluations_and_checkpoints_by_their_intervals(tmp_path):
+    over = {
+        "updates": 5,
+        "demonstrations": {"rounds": 1},
+        "evaluation": {"every": 2, "checkpoints": 3},
+    }
+    train(tmp_path, over)
+    rows = log(tmp_path / "run")
+    assert [bool(row["score"]) for row in rows] == [True, False, True, False, True, True]
+    kept = sorted(path.stem for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept == ["000000", "000003", "000005"]
+
+
+@pytest.mark.parametrize("method", VARIANTS)
+def test_from_random_weights_and_cloning_only(tmp_path, method):
+    over = {"method": method, "demonstrations": {"rounds": 0}, "updates": 1}
+    train(tmp_path, over)
+    assert [row["phase"] for row in log(tmp_path / "run")] == [method]
+    other = tmp_path / "other"
+    other.mkdir()
+    train(other, {"method": method, "updates": 0})
+    assert [row["phase"] for row in log(other / "run")] == ["clone", "clone"]
+
+
+@pytest.mark.parametrize("method", VARIANTS)
+def test_randomised_worlds_beside_a_scenario_and_resumed(tmp_path, method, monkeypatch):
+    """Capacities are measured once: they belong to the state."""
+    random = {"workloads": {"chat": 1}, "replicas": [2, 4], "share": 0.5, "failures": 1.0}
+    over = {"method": method, "randomise": random, "evaluation": {"randomised": 2}}
+    given = settings(tmp_path, over)
+    Trainer(tmp_path / "whole", given, 1).run()
+    with pytest.raises(Stopped):
+        Trainer(tmp_path / "run", given, 1, StopAfter(3)).run()
+    monkeypatch.setattr(
+        "tailrace.learn.distribution.saturation_rps", lambda *_: pytest.fail("measured again")
+    )
+    Trainer(tmp_path / "run", None, 1).run()
+    assert changed(content(tmp_path / "run"), content(tmp_path / "whole")) == []
+
+
+def test_imitation_fades_and_weighs(tmp_path, monkeypatch):
+    """Lessons are there as long as they weigh anything, and their weight falls evenly."""
+    weights = []
+    real = fit.improve
+
+    def improve(network, groups, **options):
+        weights.append((options["imitation_weight"], sum(map(len, options["demonstrations"]))))
+        return real(network, groups, **options)
+
+    monkeypatch.setattr("tailrace.learn.improvement.fit.improve", improve)
+    over = {"updates": 3, "branching": {"imitation": 0.8, "imitation_updates": 2}}
+    train(tmp_path, over)
+    assert weights == [(0.8, 240), (0.4, 240), (0.0, 240)]
+    weights.clear()
+    other = tmp_path / "other"
+    other.mkdir()
+    train(other)
+    assert weights == [(0.0, 0)] * 2

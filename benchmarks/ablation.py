@@ -30,18 +30,18 @@ RULES = ("least_outstanding", "lmetric", "load_aware", "least_predicted_ttft", "
 BASE: dict[str, Any] = {
     "name": "ablation",
     "scenarios": list(SCENARIOS),
-    "updates": 6,
+    "updates": 5,
     "demonstrations": {"rounds": 2, "worlds": 6, "decisions": 1000},
-    "branching": {"worlds": 9, "states": 50, "epochs": 8, "learning_rate": 5e-4,
+    "branching": {"worlds": 9, "states": 40, "epochs": 8, "learning_rate": 5e-4,
                   "final_learning_rate": 5e-4},
     "evaluation": {"every": 1000, "worlds": 1, "requests": 2000,
                    "rules": ["least_outstanding", "lmetric"]},
 }  # fmt: skip
-#: PPO with about the same simulated decisions as six updates of branching.
+#: PPO with about the same simulated decisions as five updates of branching.
 PPO: dict[str, Any] = {
     "method": "ppo",
-    "updates": 40,
-    "ppo": {"clusters": 48, "decisions": 128, "warmup": 128, "minibatch": 1024, "epochs": 3,
+    "updates": 30,
+    "ppo": {"clusters": 48, "decisions": 128, "warmup": 64, "minibatch": 1024, "epochs": 3,
             "learning_rate": 1e-4, "target_kl": 0.01, "kl_stop": True},
 }  # fmt: skip
 PREFIX = [f.name for f in (*REPLICA_FEATURES, *REQUEST_FEATURES) if f.source == "prefix index"]
@@ -123,7 +123,7 @@ def main() -> None:
     everything = [*RULES, *(path for paths in files.values() for path in paths)]
     ratios = judge(everything, 5, 4000, options.jobs)
     scores = {policy: float(np.exp(np.mean(np.log(found)))) for policy, found in ratios.items()}
-    result = {
+    result: dict[str, Any] = {
         "scenarios": SCENARIOS,
         "judged_on": "5 tuning seeds, 4000 requests each, the first 5 % left out",
         "rules": {rule: round(scores[rule], 4) for rule in RULES},

@@ -8,7 +8,7 @@ in turns in one process; Stable-Baselines3 through the shipped adapter, with our
 its policy. New traffic after every update is counted on both sides. ``ratio_to_sb3`` is the median
 over the turns of the ratio of CPU seconds at the default settings of PPO. Other settings, and the
 best ones of each on all cores stand beside it; those are by the wall clock, so they say something
-only if ``load_average`` tells that nothing else was running.
+only if their ``load_average``, our own work of about 1 included, says that nothing else was on.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.learn.exploration import Now
 from tailrace.learn.ppo import Learner, PpoSettings
 from tailrace.learn.rollout import RolloutTask, collect
-from tailrace.learn.worlds import Workers
+from tailrace.parallel import Crew
 from tailrace.policy.architecture import NetworkConfig
 from tailrace.policy.network import Network
 from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
@@ -101,7 +101,7 @@ class Tailrace:
             warmup=0,
         )
         self.learner = Learner(new_network(), settings, 1000)
-        self.workers = Workers(processes)
+        self.workers = Crew(processes)
         self.done = 0
 
     def update(self) -> None:
@@ -227,7 +227,7 @@ def best(turns: int) -> dict[str, Any]:
     cores = os.cpu_count() or 1
     torch.set_num_threads(cores)
     sizes = [DEFAULT, DEFAULT._replace(clusters=256, decisions=64, minibatch=8192)]
-    found: dict[str, Any] = {"cores": cores}
+    found: dict[str, Any] = {"cores": cores, "load_average": os.getloadavg()[0]}
     makers: dict[str, Callable[[Size], Tailrace | StableBaselines3]] = {
         "tailrace": lambda size: Tailrace(size, cores),
         "sb3": StableBaselines3,

@@ -1,12 +1,9 @@
-import multiprocessing
-import os
-
 import numpy as np
 import pytest
 
 from tailrace.config import Scenario, Workload
 from tailrace.errors import TailraceError
-from tailrace.evaluate.compare import _cores, _run_all, _Task, averaged, compare, ratio_interval
+from tailrace.evaluate.compare import averaged, compare, ratio_interval
 from tailrace.evaluate.metrics import Latency
 
 SCENARIO = Scenario(workload=Workload(name="chat", requests=60, rate=20.0))
@@ -43,21 +40,6 @@ def test_processes_give_the_same_result_and_report_progress(comparison):
     parallel = compare(SCENARIO, POLICIES, [1, 2, 3], jobs=2, progress=told.append)
     assert parallel == comparison
     assert told == list(range(1, 10))
-
-
-def test_processes_go_when_nobody_waits_for_them():
-    tasks = [_Task(SCENARIO, 20.0, "random", seed, 0.0) for seed in range(100)]
-    results = _run_all(tasks, jobs=2)
-    next(results)
-    assert len(multiprocessing.active_children()) == 2
-    results.close()
-    assert not multiprocessing.active_children()
-
-
-def test_cores_where_the_system_knows_no_affinity(monkeypatch):
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: 3)
-    assert _cores() == 3
 
 
 def test_a_missing_reference_joins():

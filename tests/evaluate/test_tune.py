@@ -10,8 +10,8 @@ from tailrace.evaluate import linear, tuned
 from tailrace.evaluate.cells import Traffic
 from tailrace.evaluate.cmaes import CmaEs
 from tailrace.evaluate.observed import record
-from tailrace.evaluate.parallel import Crew
 from tailrace.evaluate.tune import KNOBS, Knob, Objective, rule_of, tune_linear, tune_rule
+from tailrace.parallel import Crew
 from tailrace.policy import registry
 from tailrace.policy.checkpoint import load
 from tailrace.policy.learned import forward_many

@@ -1,4 +1,3 @@
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,6 @@ from tailrace.learn.worlds import (
     Driver,
     LabelTask,
     ScoreTask,
-    Workers,
     World,
     branch,
     label,
@@ -314,13 +312,3 @@ def test_looking_ahead_scores_better_than_taking_turns():
 def test_worlds_refuse_traffic_set_aside_for_evaluation():
     with pytest.raises(TailraceError, match="set aside for evaluation"):
         World(SCENARIO, seeds(Purpose.EVALUATION, 1)[0], 50).simulation()
-
-
-def test_results_come_in_the_order_of_the_tasks_and_a_dead_worker_is_reported():
-    assert list(Workers(1).map(abs, [-3, 2, -1])) == [3, 2, 1]
-    workers = Workers(2)
-    try:
-        with pytest.raises(TailraceError, match=r"worker process died.*--resume"):
-            list(workers.map(os._exit, [1]))
-    finally:
-        workers.close()

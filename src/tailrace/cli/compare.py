@@ -72,7 +72,8 @@ def command(
     from tailrace.output.tables import print_comparison
     from tailrace.seeds import Purpose, seeds
 
-    chosen, left_out = [], []
+    chosen: list[str] = []
+    left_out: list[str] = []
     for name in policies or (ALL,):
         if name == ALL:
             builtin, left_out = default_policies(scenario)

@@ -1,6 +1,5 @@
 """``tailrace train``: from nothing to a policy file."""
 
-import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -88,6 +87,7 @@ def command(
     from tailrace.learn import settings as s
     from tailrace.learn.trainer import Trainer
     from tailrace.output.training import LiveWatcher, print_outcome
+    from tailrace.parallel import cores
     from tailrace.scenario import merged
 
     chosen: s.TrainSettings | None = None
@@ -127,10 +127,3 @@ def stopped(folder: Path) -> str:
     if RunFolder(folder).has_state:
         return f"stopped; go on with: tailrace train --resume {shlex.quote(str(folder))}"
     return "stopped before the first step was done: there is nothing to go on with"
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

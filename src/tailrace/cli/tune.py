@@ -113,10 +113,10 @@ def _tune_rules(
     scenario_names: Sequence[str], seed_count: int, requests: int, budget: int, jobs: int | None,
     **_: Any,
 ) -> None:  # fmt: skip
-    from tailrace.evaluate.parallel import Crew
     from tailrace.evaluate.suite import TUNE_FROM
     from tailrace.evaluate.tune import Objective, tune_rule
     from tailrace.evaluate.tuned import merge, record_of
+    from tailrace.parallel import Crew
     from tailrace.seeds import Purpose, seeds
 
     numbers = seeds(Purpose.TUNING, seed_count, TUNE_FROM)
@@ -155,9 +155,9 @@ def _tune_learning(
     jobs: int | None, **_: Any,
 ) -> None:  # fmt: skip
     from tailrace.evaluate.opponents import LINEAR
-    from tailrace.evaluate.parallel import Crew
     from tailrace.evaluate.suite import TUNE_FROM
     from tailrace.evaluate.tuned import save_linear, save_predictor
+    from tailrace.parallel import Crew
     from tailrace.seeds import Purpose, seeds
 
     if output is None:

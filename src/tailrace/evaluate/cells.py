@@ -19,10 +19,10 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.extremes import Extremes, extremes
 from tailrace.evaluate.metrics import Latency, Summary, summarise
 from tailrace.evaluate.opponents import Contender, Role
-from tailrace.evaluate.parallel import Crew
 from tailrace.evaluate.runner import run
 from tailrace.output.atomic import atomic_path
 from tailrace.output.jsons import dumps, plain
+from tailrace.parallel import Crew
 from tailrace.sim.result import SimResult
 
 #: Policies that one task runs on the same traffic: made once for them, and progress shows.

@@ -1,12 +1,6 @@
 """Many policies on identical arrivals, over several seeds, ranked with confidence intervals."""
 
-import multiprocessing
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,6 +12,7 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.metrics import Latency, Summary, summarise
 from tailrace.evaluate.runner import policy_for, run
+from tailrace.parallel import Crew
 from tailrace.seeds import generator
 
 DEFAULT_REFERENCE = "least_outstanding"
@@ -89,10 +84,11 @@ def compare(
         _Task(scenario, rate, policy, seed, warmup_fraction) for seed in seeds for policy in wanted
     ]
     found: dict[tuple[str, int], Summary] = {}
-    for done, (task, summary) in enumerate(_run_all(tasks, jobs or _cores()), start=1):
-        found[task.policy, task.seed] = summary
-        if progress is not None:
-            progress(done)
+    with Crew(jobs) as crew:
+        for done, (task, summary) in enumerate(crew.run(_run_one, tasks), start=1):
+            found[task.policy, task.seed] = summary
+            if progress is not None:
+                progress(done)
     runs = {policy: tuple(found[policy, seed] for seed in seeds) for policy in wanted}
     entries = [
         Entry(policy, _versus(runs[policy], runs[reference]), averaged(runs[policy]), runs[policy])
@@ -145,47 +141,3 @@ def _merge(values: Sequence[Any]) -> Any:
 
 def _run_one(task: _Task) -> Summary:
     return summarise(run(task.scenario, task.policy, task.rate, task.seed), task.warmup)
-
-
-def _run_all(tasks: Sequence[_Task], jobs: int) -> Iterator[tuple[_Task, Summary]]:
-    """Yield results as they come, from this process or from several."""
-    jobs = min(jobs, len(tasks))
-    if jobs <= 1:
-        for task in tasks:
-            yield task, _run_one(task)
-        return
-    # spawn: a fork would copy threads and locks of Numba and Arrow in any state.
-    context = multiprocessing.get_context("spawn")
-    others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start_worker) as pool:
-        try:
-            waiting = {pool.submit(_run_one, task): task for task in tasks}
-            while waiting:
-                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in done:
-                    yield waiting.pop(future), future.result()
-        except BrokenProcessPool:
-            raise TailraceError(
-                "a worker process died, perhaps for lack of memory; try fewer with --jobs"
-            ) from None
-        except BaseException:
-            # Leaving the pool waits for its workers, so end them: nobody wants their results.
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()
-            raise
-
-
-def _start_worker() -> None:
-    """Let Ctrl-C end a worker at once and silently; the parent does the talking.
-
-    What a user's policy prints goes to standard error: the other belongs to results.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.stdout = sys.stderr
-
-
-def _cores() -> int:
-    """Cores this process may use; where the system cannot say (not Linux), all there are."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -17,7 +17,7 @@ from torch.nn import functional as fn
 from tailrace.evaluate.cells import Traffic
 from tailrace.evaluate.observed import Observed, record
 from tailrace.evaluate.opponents import PREDICTOR
-from tailrace.evaluate.parallel import Crew
+from tailrace.parallel import Crew
 from tailrace.policy import registry
 from tailrace.policy.architecture import NetworkConfig
 from tailrace.policy.base import Policy

@@ -19,8 +19,8 @@ from tailrace.evaluate.cmaes import CmaEs
 from tailrace.evaluate.metrics import summarise
 from tailrace.evaluate.observed import record
 from tailrace.evaluate.opponents import REFERENCE
-from tailrace.evaluate.parallel import Crew
 from tailrace.evaluate.runner import traffic as requests_of
+from tailrace.parallel import Crew
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.policy.observation import REPLICA_FEATURES
@@ -155,7 +155,7 @@ class Objective:
     def _means(self, make: Maker, candidates: Array) -> Array:
         """Mean cost over the seeds of each scenario [S, C]."""
         tasks = [CostTask(traffic, make, candidates) for traffic in self._traffics]
-        return np.asarray(self._mean @ np.array(self._crew.map(costs, tasks)))
+        return np.asarray(self._mean @ np.array(list(self._crew.map(costs, tasks))))
 
     def scores(self, make: Maker, candidates: Array) -> Array:
         """Return the scores of candidates [C, d]; 1: as good as the reference, lower is better."""

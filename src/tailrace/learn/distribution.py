@@ -49,9 +49,8 @@ class Randomisation(Settings):
     """Fewest and most replicas; small and large clusters are equally likely (log-uniform)."""
     load: tuple[Load, Load] = (0.3, 1.1)
     """Lowest and highest load, as a fraction of capacity; high loads are drawn more often."""
-    load_scale: dict[str, Load] = Field(default={"code-completion": 0.3, "sessions-hot": 1.2})
-    """Workloads whose load is scaled: bursts can make less of it a lot, and sessions whose users
-    wait for answers can take more."""
+    load_scale: dict[str, Load] = Field(default={"code-completion": 0.3})
+    """Workloads whose load is scaled: some come in such bursts that less of it is a lot."""
     mixed_speed: Share = 0.5
     """Share of clusters whose replicas differ in speed."""
     speeds: tuple[SpeedFactor, SpeedFactor] = (0.4, 2.0)

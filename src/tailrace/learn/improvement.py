@@ -16,7 +16,8 @@ from tailrace.learn.ppo import Learner
 from tailrace.learn.rollout import Rollout, RolloutTask, collect
 from tailrace.learn.samples import Samples, grouped
 from tailrace.learn.settings import Stage, TrainSettings
-from tailrace.learn.worlds import BranchTask, Workers, World, branch
+from tailrace.learn.worlds import BranchTask, World, branch
+from tailrace.parallel import Crew
 from tailrace.policy.architecture import pack
 from tailrace.policy.network import Network
 from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
@@ -51,7 +52,7 @@ class Improvement(Protocol):
 
 
 def gather(
-    workers: Workers, work: Callable[[Any], Any], tasks: Sequence[Any], tick: Tick
+    workers: Crew, work: Callable[[Any], Any], tasks: Sequence[Any], tick: Tick
 ) -> list[Any]:
     """Do tasks side by side and tell how many are done."""
     results = []
@@ -64,7 +65,7 @@ def gather(
 class Branching:
     """Try several choices at sampled decisions, and shift towards the cheaper ones."""
 
-    def __init__(self, network: Network, plan: Plan, workers: Workers, first_seed: int) -> None:
+    def __init__(self, network: Network, plan: Plan, workers: Crew, first_seed: int) -> None:
         """``first_seed`` is the number of the first training seed it may use."""
         self._network, self._plan, self._workers = network, plan, workers
         self._settings = plan.settings
@@ -163,7 +164,7 @@ class Ppo:
         self,
         network: Network,
         plan: Plan,
-        workers: Workers,
+        workers: Crew,
         first_seed: int,
         exploration: Exploration,
         tasks: int,

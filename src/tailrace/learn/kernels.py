@@ -239,7 +239,7 @@ def _go_on(twin, tables, network, until_s, reluctance, plan):
         choice = choose(scores, replicas, twin.router[0], False)
         if planned < 0:
             plan[request] = choice
-        elif scores[planned] - scores[choice] <= reluctance:
+        elif replicas[planned]["available"] and scores[planned] - scores[choice] <= reluctance:
             choice = planned
         engine.assign(twin, tables, 0, choice)
 

@@ -23,7 +23,8 @@ from tailrace.learn.runs import RunFolder
 from tailrace.learn.samples import Samples, grouped
 from tailrace.learn.settings import ROLLOUT_TASKS, TrainSettings
 from tailrace.learn.validation import Validation, Verdict
-from tailrace.learn.worlds import Driver, Workers, label
+from tailrace.learn.worlds import Driver, label
+from tailrace.parallel import Crew
 from tailrace.policy import checkpoint
 from tailrace.policy.architecture import pack
 from tailrace.policy.network import Network
@@ -129,7 +130,7 @@ class Trainer:
         self.behind = safety.Behind(settings.safety, self.progress.behind)
         if self._fresh:
             self.folder.create(settings)
-        self.workers = Workers(jobs)
+        self.workers = Crew(jobs)
         self._demonstrations: list[Samples] = []
         self._lessons: list[fit.Demonstrations] = []
         self._improvement: Improvement | None = None

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.learn.worlds import Driver, Played, ScoreTask, Workers, World, score
+from tailrace.learn.worlds import Driver, Played, ScoreTask, World, score
+from tailrace.parallel import Crew
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Validation:
         self.rules = tuple(rules)
         self.rule_costs: dict[str, tuple[float, ...]] = {}
 
-    def judge_rules(self, workers: Workers) -> None:
+    def judge_rules(self, workers: Crew) -> None:
         """Play all rules; the first is the reference."""
         tasks = [ScoreTask(w, Driver.of_rule(rule)) for rule in self.rules for w in self.worlds]
         played = list(workers.map(score, tasks))
@@ -38,7 +39,7 @@ class Validation:
             of_rule = played[k * len(self.worlds) : (k + 1) * len(self.worlds)]
             self.rule_costs[rule] = self._by_scenario(of_rule)
 
-    def judge(self, driver: Driver, workers: Workers) -> Verdict:
+    def judge(self, driver: Driver, workers: Crew) -> Verdict:
         """Play a policy."""
         played = list(workers.map(score, [ScoreTask(world, driver) for world in self.worlds]))
         costs = self._by_scenario(played)

@@ -1,20 +1,13 @@
 """Worlds to learn in: a scenario with traffic of its own, and the work done in it by a process."""
 
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
-from multiprocessing import get_context
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
-from tailrace.errors import TailraceError
 from tailrace.evaluate.metrics import summarise
 from tailrace.learn import kernels
 from tailrace.learn.samples import Samples
@@ -221,40 +214,3 @@ def score(task: ScoreTask) -> Played:
     return Played(
         summary.cost_s, summary.ttft_s.p99, summary.e2e_s.mean, tuple(summary.replica_share)
     )
-
-
-class Workers:
-    """Processes that do tasks side by side; results come in the order of the tasks."""
-
-    def __init__(self, processes: int) -> None:
-        """Start so many processes; with one, the work is done here."""
-        self._pool = (
-            ProcessPoolExecutor(
-                processes, mp_context=get_context("spawn"), initializer=_end_silently
-            )
-            if processes > 1
-            else None
-        )
-
-    def map(self, work: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
-        """Do all tasks."""
-        if self._pool is None:
-            yield from map(work, tasks)
-            return
-        try:
-            yield from self._pool.map(work, tasks)
-        except BrokenProcessPool:
-            raise TailraceError(
-                "a worker process died, perhaps for lack of memory; go on with --resume and fewer "
-                "--jobs"
-            ) from None
-
-    def close(self) -> None:
-        """Stop the processes; what they are at is finished first."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
-
-
-def _end_silently() -> None:
-    """Let Ctrl-C end a worker at once and without a word; the parent does the talking."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)

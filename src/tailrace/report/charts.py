@@ -1,4 +1,4 @@
-"""The pictures of a report."""
+"""The pictures of a report, but for those over time."""
 
 import re
 from collections.abc import Sequence
@@ -9,26 +9,17 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from tailrace.config import Event
 from tailrace.evaluate.compare import Interval
 from tailrace.evaluate.opponents import Role
 from tailrace.output.tables import number
-from tailrace.report.replays import SHARES, LoadPoint, Replay, Replays, Timeline, coarser, shown
+from tailrace.report.replays import SHARES, LoadPoint, Replay, Replays, shown
 from tailrace.report.source import Results
 from tailrace.report.svg import Panel, Scale, around, tick_text
 
 #: Percentiles marked on the axis of a distribution.
 PERCENTILES = ((0.5, "P50"), (0.9, "P90"), (0.99, "P99"), (0.999, "P99.9"))
 #: Beyond this multiple of the best single rule a policy is not drawn, but named.
-FAR = 4.0
-#: Names written beside the best policies of the plot of all of them.
-NAMED = 3
-#: Seconds shown before and after what happens.
-BEFORE_S, AFTER_S, AFTER_BURST_S = 30.0, 60.0, 150.0
-#: A burst is the busiest stretch of so many seconds.
-BURST_S = 10.0
-#: Replicas that can be told apart by colour, and stretches of the plots of their shares.
-MAX_COLOURS, SHARE_BINS = 8, 60
+FAR = 2.0
 _SIZE = re.compile(r"scale-(\d+)$|(?:^|-)(\d+)-replicas$")
 
 
@@ -41,49 +32,71 @@ class Figure:
     note: str = ""
 
 
-def pareto(results: Results) -> Figure:
-    """Mean end to end against P99 TTFT of every policy, as multiples of the best single rule."""
-    points = []
-    beyond = []
-    for name, standing in results.standing.items():
-        versus = standing.vs_best_single
-        if versus.mean_e2e is None or versus.p99_ttft is None:
-            continue
-        if max(versus.mean_e2e, versus.p99_ttft) > FAR:
-            beyond.append(name)
-        else:
-            points.append((name, versus.mean_e2e, versus.p99_ttft))
+def pareto(results: Results) -> list[Figure]:
+    """Mean against P99 of both latencies, of every policy, as multiples of the best single rule."""
+    found = []
+    for what, mean, tail in (
+        ("TTFT", "mean_ttft", "p99_ttft"),
+        ("end to end", "mean_e2e", "p99_e2e"),
+    ):
+        xs, ys = _relative(results, mean), _relative(results, tail)
+        points = {n: (xs[n], ys[n]) for n in xs if np.isfinite(xs[n]) and np.isfinite(ys[n])}
+        near = {n: p for n, p in points.items() if max(p) <= FAR}
+        beyond = [n for n in points if n not in near]
+        note = f"Not drawn, more than {FAR:g} times as slow: {', '.join(beyond)}." if beyond else ""
+        found.append(
+            Figure(
+                f"{what[0].upper()}{what[1:]}: mean against P99", _cloud(results, near, what), note
+            )
+        )
+    return found
+
+
+def _relative(results: Results, figure: str) -> dict[str, float]:
+    """Geometric means over scenarios of a figure / the best single rule's."""
+    grid = results.grid
+    means = grid.values(figure).mean(axis=2)
+    others = means[:, [grid.policies.index(results.data.best_single)]]
+    return dict(
+        zip(grid.policies, np.exp(np.log(means / others).mean(axis=0)).tolist(), strict=True)
+    )
+
+
+def _cloud(results: Results, points: dict[str, tuple[float, float]], what: str) -> Markup:
     panel = Panel(
-        around([x for _, x, _ in points], log=True, margin=0.12),
-        around([y for _, _, y in points], log=True, margin=0.12),
-        f"P99 time to first token over mean end-to-end time of {len(points)} policies",
-        width=440,
+        around([x for x, _ in points.values()], log=True, margin=0.1),
+        around([y for _, y in points.values()], log=True, margin=0.1),
+        f"{what}: P99 over mean of {len(points)} policies, relative to {results.data.best_single}",
+        width=400,
         height=340,
     )
-    panel.axes("mean end to end, relative", "P99 TTFT, relative")
-    front = _front([(x, y) for _, x, y in points])
-    panel.line([p for pair in _stairs(front) for p in pair], "front", "no policy is better in both")
-    named = _named(results)
-    taken: list[tuple[float, float]] = []
-    for name, x, y in sorted(points, key=lambda p: p[0] in named):
+    panel.axes(f"mean {what}, relative", f"P99 {what}, relative")
+    front = _front(list(points.values()))
+    stairs = [p for pair in _stairs(front) for p in pair]
+    panel.line(stairs, "front", "the others are beaten in both")
+    named = [n for n in _named(results) if n in points]
+    for name in sorted(points, key=lambda n: n in named):
+        x, y = points[name]
         part = _part(results, name)
-        tip = f"{name}: mean end to end {x:.3f}x, P99 TTFT {y:.3f}x of {results.data.best_single}"
-        panel.dot(x, y, part, tip, 5.5 if part == "subject" else 4)
-        if name in named:
-            before = panel.x.share(x) > 0.6
-            place = (panel.px(x), panel.py(y))
-            shift = 12.0 * sum(abs(place[1] - t[1]) < 11 and abs(place[0] - t[0]) < 110
-                               for t in taken)  # fmt: skip
-            taken.append(place)
-            panel.words(x, y, name, part, before=before, shift=shift)
-    note = f"Not drawn, more than {FAR:g} times as slow: {', '.join(beyond)}." if beyond else ""
-    return Figure("Mean against tail", panel.svg(), note)
+        panel.dot(
+            x, y, part, f"{name}: mean {x:.3f}x, P99 {y:.3f}x", 5.5 if part == "subject" else 4
+        )
+    panel.names([(*points[name], name) for name in named], list(points.values()))
+    return panel.svg()
 
 
-def _named(results: Results) -> set[str]:
+def _named(results: Results) -> list[str]:
+    """Policies whose names are written out."""
     best = [n for n, s in results.standing.items() if s.role not in (Role.SUBJECT, Role.ORACLE)]
-    named = {results.subject, results.data.best_single, *best[:NAMED], *results.look_aheads}
-    return named | {results.data.best_hand_made}
+    data = results.data
+    names = (
+        results.subject,
+        data.best_single,
+        data.best_hand_made,
+        *results.look_aheads,
+        *best[:1],
+    )
+    return list(dict.fromkeys(names))
 
 
 def _part(results: Results, name: str) -> str:
@@ -116,7 +129,7 @@ def distributions(results: Results, replays: Replays, figure: str) -> list[Figur
     what = {"ttft_s": "time to first token, s", "e2e_s": "end to end, s"}[figure]
     found = []
     for scenario in results.grid.scenarios:
-        runs = _of(results, replays, scenario)
+        runs = runs_of(results, replays, scenario)
         if not runs:
             continue
         curves = [(run, part, np.asarray(getattr(run, figure))) for run, part in runs]
@@ -126,6 +139,7 @@ def distributions(results: Results, replays: Replays, figure: str) -> list[Figur
             Scale(0.0, _depth(0.999)),
             f"{what} in {scenario}: " + ", ".join(_at_p99(run, curve) for run, _, curve in curves),
             height=206,
+            top=10,
         )
         panel.axes(what, "", y_ticks=[(_depth(p), text) for p, text in PERCENTILES])
         depths = [_depth(p) for p in SHARES]
@@ -150,7 +164,7 @@ def _at_p99(run: Replay, curve: NDArray[np.float64]) -> str:
     return f"{run.policy} P99 {number(float(np.interp(0.99, SHARES, curve)))} s"
 
 
-def _of(results: Results, replays: Replays, scenario: str) -> list[tuple[Replay, str]]:
+def runs_of(results: Results, replays: Replays, scenario: str) -> list[tuple[Replay, str]]:
     """The replays of a scenario with their parts, the subject first."""
     runs = {r.policy: r for r in replays.runs if r.scenario == scenario}
     return [(runs[name], part) for name, part in shown(results, scenario).items() if name in runs]
@@ -191,154 +205,6 @@ def _means(points: Sequence[LoadPoint], policy: str, figure: str) -> list[tuple[
         if point.policy == policy:
             values.setdefault(point.load, []).append(float(getattr(point, figure)))
     return sorted((load, float(np.mean(of))) for load, of in values.items())
-
-
-# ---- over time ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """Part of a scenario's run."""
-
-    scenario: str
-    start_s: float
-    stop_s: float
-    events: tuple[Event, ...] = ()
-
-
-def failure_stretch(results: Results, replays: Replays) -> Stretch | None:
-    """The first scenario in which something happens to a replica while requests arrive."""
-    for scenario in results.grid.scenarios:
-        runs = _of(results, replays, scenario)
-        settings = results.scenario(scenario) if runs else None
-        if settings is None:
-            continue
-        end = float(runs[0][0].time.edges_s[-1])
-        events = tuple(e for e in settings.events if e.at_s < end)
-        if events:
-            first, last = events[0].at_s, max(e.at_s for e in events)
-            return Stretch(scenario, max(0.0, first - BEFORE_S), min(end, last + AFTER_S), events)
-    return None
-
-
-def burst_stretch(results: Results, replays: Replays) -> Stretch | None:
-    """The highest burst of arrivals, relative to the mean, of all scenarios without events."""
-    best: tuple[float, Stretch] | None = None
-    for scenario in results.grid.scenarios:
-        runs = _of(results, replays, scenario)
-        settings = results.scenario(scenario) if runs else None
-        if settings is None or settings.events:
-            continue
-        time = runs[0][0].time
-        width = float(time.edges_s[1] - time.edges_s[0])
-        window = min(max(1, round(BURST_S / width)), len(time.arrivals_rps))
-        rates = np.convolve(time.arrivals_rps, np.ones(window) / window, "valid")
-        height = float(rates.max() / max(time.arrivals_rps.mean(), 1e-9))
-        peak = float(time.edges_s[int(rates.argmax())])
-        stretch = Stretch(
-            scenario,
-            max(0.0, peak - 2 * BEFORE_S),
-            min(float(time.edges_s[-1]), peak + AFTER_BURST_S),
-        )
-        if best is None or height > best[0]:
-            best = height, stretch
-    return None if best is None else best[1]
-
-
-def queues(results: Results, replays: Replays, stretch: Stretch) -> list[Figure]:
-    """Arrivals, and requests without a first token, over a stretch of time."""
-    runs = _of(results, replays, stretch.scenario)
-    shown_ = [(run, part, _cut(run.time, stretch)) for run, part in runs]
-    queue = Panel(
-        Scale(stretch.start_s, stretch.stop_s),
-        around([float(v) for _, _, time in shown_ for v in time.queue]),
-        f"requests waiting for a first token over time in {stretch.scenario}: "
-        + ", ".join(f"{r.policy} at most {t.queue.max():.0f}" for r, _, t in shown_),
-    )
-    queue.axes("time, s", "waiting for a first token")
-    for row, event in enumerate(stretch.events):
-        queue.upright(event.at_s, event_text(event), row % 2)
-    for run, part, time in reversed(shown_):
-        tip = f"{run.policy}: at most {time.queue.max():.0f} waiting"
-        queue.steps(time.edges_s.tolist(), time.queue.tolist(), part, tip)
-    time = shown_[0][2]
-    arrivals = Panel(
-        queue.x, around(time.arrivals_rps.tolist()), f"arrivals over time in {stretch.scenario}"
-    )
-    arrivals.axes("time, s", "arrivals, requests/s")
-    arrivals.steps(time.edges_s.tolist(), time.arrivals_rps.tolist(), "plain", "arrivals")
-    return [
-        Figure(f"{stretch.scenario}: queue", queue.svg()),
-        Figure(f"{stretch.scenario}: arrivals", arrivals.svg(), f"Under {results.subject}."),
-    ]
-
-
-def _cut(time: Timeline, stretch: Stretch) -> Timeline:
-    first = int(np.searchsorted(time.edges_s, stretch.start_s, "right")) - 1
-    last = int(np.searchsorted(time.edges_s, stretch.stop_s, "left"))
-    kept = slice(first, last)
-    return Timeline(
-        time.edges_s[first : last + 1],
-        time.arrivals_rps[kept],
-        time.queue[kept],
-        time.shares[:, kept],
-    )
-
-
-def event_text(event: Event) -> str:
-    """What happens to which replica."""
-    verbs = {"die": "dies", "return": "is back", "drain": "drains"}
-    verb = verbs.get(event.kind, f"slows to {event.factor:g}")
-    return f"{event.replica} {verb}"
-
-
-def share_scenarios(results: Results, replays: Replays) -> list[str]:
-    """Scenarios whose shares over time say something: replicas fail, or differ in speed."""
-    found: dict[str, str] = {}
-    for scenario in results.grid.scenarios:
-        settings = results.scenario(scenario) if _of(results, replays, scenario) else None
-        if settings is None or not 2 <= settings.cluster.size <= MAX_COLOURS:
-            continue
-        if settings.events:
-            found.setdefault("events", scenario)
-        elif len({r.speed for r in settings.cluster.expanded()}) > 1:
-            found.setdefault("speeds", scenario)
-        else:
-            found.setdefault("equal", scenario)
-    kinds = [k for k in ("events", "speeds") if k in found] or list(found)[:1]
-    return [found[kind] for kind in kinds]
-
-
-def shares(results: Results, replays: Replays, scenario: str) -> list[Figure]:
-    """Which share of the requests went where over time: of the subject and of the best rule."""
-    settings = results.scenario(scenario)
-    if settings is None:
-        return []
-    kinds = settings.cluster.expanded()
-    found = []
-    for run, part in _of(results, replays, scenario):
-        if part not in ("subject", "single"):
-            continue
-        time = coarser(run.time, len(run.time.queue) // SHARE_BINS)
-        panel = Panel(
-            Scale(0.0, float(time.edges_s[-1])),
-            Scale(0.0, 1.0),
-            f"share of the requests per replica over time under {run.policy} in {scenario}",
-        )
-        ticks = [(t, f"{t:.0%}") for t in (0.0, 0.25, 0.5, 0.75, 1.0)]
-        panel.axes("time, s", "share of requests", y_ticks=ticks)
-        middle = ((time.edges_s[1:] + time.edges_s[:-1]) / 2).tolist()
-        tops = np.nan_to_num(time.shares).cumsum(axis=0)
-        bottoms = tops - np.nan_to_num(time.shares)
-        for i, kind in enumerate(kinds):
-            mean = float(np.nanmean(time.shares[i]))
-            tip = f"replica {i}, speed {kind.speed:g}: {mean:.0%} on average"
-            panel.area(middle, bottoms[i].tolist(), tops[i].tolist(), f"replica-{i}", tip)
-        for event in settings.events:
-            if event.at_s < panel.x.high:
-                panel.upright(event.at_s, event_text(event))
-        found.append(Figure(f"{scenario}: {run.policy}", panel.svg()))
-    return found
 
 
 # ---- cluster size -------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tailrace import scenario as scenarios
 from tailrace.evaluate.compare import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
 from tailrace.evaluate.statistics import VersusBestOfEach, versus_each
-from tailrace.report import charts, tables
+from tailrace.report import charts, tables, timelines
 from tailrace.report.blocks import (
     Block,
     Commands,
@@ -23,6 +23,9 @@ from tailrace.report.source import Results, spans
 from tailrace.report.tables import TIMES, Table, bounds_text, ratio_text
 from tailrace.sim.accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
+#: Below so many seeds bootstrap intervals cover the truth clearly less often than they say.
+FEW_SEEDS = 10
+
 
 def content(results: Results, replays: Replays | None, method: Section) -> Content:
     """Put a report together; without replays it has no plots that need them."""
@@ -34,7 +37,12 @@ def content(results: Results, replays: Replays | None, method: Section) -> Conte
             "policies",
             "All policies",
             (
-                Gallery((charts.pareto(results),), _overall_legend(results)),
+                Words(
+                    f"Each dot is a policy, relative to {results.data.best_single}: geometric "
+                    "means over scenarios. Further left and down is better; no policy beats those "
+                    "on the dotted line in both."
+                ),
+                Gallery(tuple(charts.pareto(results)), _overall_legend(results)),
                 Tabular(tables.ranking(results), "Ranking of all policies"),
             ),
         ),
@@ -78,13 +86,18 @@ def content(results: Results, replays: Replays | None, method: Section) -> Conte
 def _facts(results: Results) -> tuple[str, ...]:
     data = results.data
     counts = sorted(set(data.requests.values()))
-    requests = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    requests = " to ".join(_thousands(n) for n in dict.fromkeys((counts[0], counts[-1])))
     return (
         _count(len(results.grid.scenarios), "scenario"),
         _count(len(results.grid.policies), "policy", "policies"),
         f"{_count(len(data.seeds), f'{data.purpose} seed')}",
-        f"{requests} requests per run".replace(",", "\u202f"),
+        f"{requests} requests per run",
     )
+
+
+def _thousands(count: int) -> str:
+    """A count with narrow spaces between thousands."""
+    return f"{count:,}".replace(",", "\u202f")
 
 
 def _count(number_: int, one: str, many: str = "") -> str:
@@ -105,7 +118,7 @@ def _tiles(results: Results, each: VersusBestOfEach) -> tuple[Tile, ...]:
         Tile(
             "scenarios with a lower cost than their best rule",
             f"{better} of {len(each.verdicts)}",
-            f"{sure} beyond doubt (Holm, 5 %)",
+            f"{sure} beyond doubt (Holm, 5%)",
             "better" if 2 * better > len(each.verdicts) else "even",
             "",
         )
@@ -118,7 +131,7 @@ def _tile(label: str, interval: Interval, *, more_is_better: bool) -> Tile:
     verdict = judged(interval, more_is_better=more_is_better)
     change = abs(interval.ratio - 1)
     way = "higher" if interval.ratio > 1 else "lower"
-    words = f"{100 * change:.1f} % {way}" if verdict != "even" else "no sure difference"
+    words = f"{100 * change:.1f}% {way}" if verdict != "even" else "no sure difference"
     return Tile(label, f"{ratio_text(interval.ratio)}{TIMES}", bounds, verdict, words)
 
 
@@ -134,7 +147,7 @@ def _sentences(results: Results, each: VersusBestOfEach) -> tuple[str, ...]:
     better = sum(v.cost.ratio < 1 for v in each.verdicts)
     single = (
         f"The figures above are ratios to {data.best_single}, the rule with the lowest "
-        f"geometric-mean cost on other seeds, with 95 % intervals."
+        f"geometric-mean cost on other seeds, with 95% intervals."
         if data.best_single != results.subject
         else f"{results.subject} is itself the best single rule."
     )
@@ -156,6 +169,11 @@ def _warnings(results: Results, replays: Replays | None) -> tuple[str, ...]:
         )
     if len(results.data.seeds) == 1:
         found.append("One seed tells nothing of chance: there are no intervals.")
+    elif len(results.data.seeds) < FEW_SEEDS:
+        found.append(
+            f"{len(results.data.seeds)} seeds are few: bootstrap intervals come out too narrow; "
+            f"take {FEW_SEEDS} or more."
+        )
     if replays is not None and replays.unlike:
         some = ", ".join(replays.unlike[:3]) + (", …" if len(replays.unlike) > 3 else "")
         found.append(
@@ -176,12 +194,15 @@ def _warnings(results: Results, replays: Replays | None) -> tuple[str, ...]:
 
 def _scenarios(results: Results, each: VersusBestOfEach) -> Section:
     verdicts = each.verdicts
+    seeds = len(results.data.seeds)
+    least = min(1.0, 2.0 ** (1 - seeds) * len(verdicts))
+    few = f" With {_count(seeds, 'seed')} p cannot be below {least:.2g}." * (least > 0.05)
     lead = (
         f"The best rule of each scenario was chosen among all rules on "
         f"{_count(len(results.data.selection_seeds), 'tuning seed')}, then both met the same "
         f"requests. A hollow dot: the interval holds 1. That makes {len(verdicts)} comparisons; p "
         f"is adjusted for it (Holm), intervals are not: of {len(verdicts)} about "
-        f"{(1 - CONFIDENCE) * len(verdicts):.1f} miss the truth by chance."
+        f"{(1 - CONFIDENCE) * len(verdicts):.1f} miss the truth by chance.{few}"
     )
     table = tables.scenarios(each)
     return Section("scenarios", "Scenario by scenario", (Words(lead), Tabular(table)))
@@ -246,10 +267,11 @@ def _played(results: Results, replays: Replays) -> list[Section]:
     curves = charts.over_load(results, replays)
     if curves:
         words = (
-            f"The same traffic, thinner and denser, up to {LOAD_REQUESTS:,} requests at each load; "
-            f"means of {_count(len(replays.load_seeds), 'seed')} ({spans(replays.load_seeds)}). "
+            "The same traffic, thinner and denser, up to "
+            f"{_thousands(LOAD_REQUESTS)} requests at each load; means of "
+            f"{_count(len(replays.load_seeds), 'seed')} ({spans(replays.load_seeds)}). "
             "Capacity is the throughput at saturation, measured with load_aware."
-        ).replace(",", "\u202f", 1)
+        )
         bare = _legend(results, "subject", "single", "reference")
         blocks = (Words(words), Gallery(tuple(curves), bare))
         found.append(Section("load", "Over load: where the knee is", blocks))
@@ -260,17 +282,17 @@ def _over_time(
     results: Results, replays: Replays, legend: tuple[tuple[str, str], ...]
 ) -> list[Section]:
     blocks: list[Block] = []
-    burst = charts.burst_stretch(results, replays)
-    failure = charts.failure_stretch(results, replays)
+    burst = timelines.burst_stretch(results, replays)
+    failure = timelines.failure_stretch(results, replays)
     for stretch, words in (
         (burst, "Around the highest burst of arrivals of all scenarios"),
         (failure, "Around the failure of replicas"),
     ):
         if stretch is not None:
             blocks.append(Words(f"{words}: {stretch.scenario}, seed {results.data.seeds[0]}."))
-            figures = charts.queues(results, replays, stretch)
+            figures = timelines.queues(results, replays, stretch)
             blocks.append(Gallery(tuple(figures), legend))
-    for scenario in charts.share_scenarios(results, replays):
+    for scenario in timelines.share_scenarios(results, replays):
         settings = results.scenario(scenario)
         if settings is None:
             continue
@@ -279,7 +301,7 @@ def _over_time(
             (f"replica-{i}", f"replica {i}, speed {r.speed:g}") for i, r in enumerate(kinds)
         )
         blocks.append(Words(f"Share of the requests that each replica gets, in {scenario}:"))
-        blocks.append(Gallery(tuple(charts.shares(results, replays, scenario)), replicas))
+        blocks.append(Gallery(tuple(timelines.shares(results, replays, scenario)), replicas))
     return [Section("time", "Over time: bursts, failures, shares", tuple(blocks))] if blocks else []
 
 
@@ -313,7 +335,7 @@ def method(
     )
     pairs = (
         "All policies of a scenario and a seed meet the same requests. Ratios are of means over "
-        f"seeds (of the P99 of each seed, for P99). Intervals are 95 % bootstrap intervals over "
+        f"seeds (of the P99 of each seed, for P99). Intervals are 95% bootstrap intervals over "
         f"seeds ({BOOTSTRAP_SAMPLES} draws), drawn for all policies together and for each scenario "
         "apart; scenarios are not drawn. p-values are of a two-sided sign-flip test on paired "
         "logarithms of costs, adjusted by Holm's method for the number of scenarios."
@@ -322,7 +344,7 @@ def method(
         f"Measured on {data.purpose} seeds {spans(data.seeds)}. The best single rule and the best "
         f"rule of each scenario were chosen on the tuning seeds {spans(data.selection_seeds)}. "
         f"Training, tuning and evaluation seeds are disjoint. The first "
-        f"{100 * data.warmup_fraction:g} % of the requests are left out; every run goes on until "
+        f"{100 * data.warmup_fraction:g}% of the requests are left out; every run goes on until "
         "its last request has ended. Look-aheads simulate the future: they are references and "
         "never count as rules."
     )

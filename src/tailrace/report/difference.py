@@ -8,7 +8,7 @@ from tailrace.report.blocks import Block, Cards, Section, Tabular, Words
 from tailrace.report.decisions import Decisions, Difference, replicas_apart, states_apart
 from tailrace.report.replays import Replays
 from tailrace.report.source import Results
-from tailrace.report.tables import Row, Table, plain, share_text
+from tailrace.report.tables import Cell, Row, Table, plain, share_bar, share_text
 
 #: Features shown, and examples.
 FEATURES, EXAMPLES = 7, 4
@@ -55,12 +55,17 @@ def differently(results: Results, replays: Replays) -> list[Section]:
 
 
 def _shares(found: Sequence[Decisions]) -> Table:
-    rows = [
-        Row(plain(d.scenario, str(len(d.differs)), share_text(float(d.differs.mean()))))
-        for d in sorted(found, key=lambda d: -float(d.differs.mean()))
-    ]
+    rows = []
+    for one in sorted(found, key=lambda d: -float(d.differs.mean())):
+        share = float(one.differs.mean())
+        bar = share_bar(share, f"{one.scenario}: {share_text(share)}")
+        cells = plain(one.scenario, share_text(share), "", str(len(one.differs)))
+        rows.append(Row((*cells[:2], Cell("", picture=bar), cells[3])))
     return Table(
-        "How often it deviates.", ("scenario", "decisions looked at", "it deviates in"), tuple(rows)
+        "How often it deviates.",
+        ("scenario", "it deviates in", "", "of so many decisions"),
+        tuple(rows),
+        pictures=2,
     )
 
 

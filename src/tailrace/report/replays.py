@@ -15,11 +15,11 @@ from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.cells import Traffic
-from tailrace.evaluate.extremes import mean_present
+from tailrace.evaluate.extremes import RUN_OUT, mean_present
 from tailrace.evaluate.metrics import composite_cost_s, request_times, summarise
 from tailrace.evaluate.opponents import Role
-from tailrace.evaluate.parallel import Crew
 from tailrace.evaluate.runner import run
+from tailrace.parallel import Crew
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.report.decisions import Decisions, Question, decisions
@@ -265,7 +265,7 @@ def _quantiles(seconds: Array) -> Array:
 
 
 def timeline(result: SimResult) -> Timeline:
-    """Return a run over time, from its start to its last arrival."""
+    """Return a run over time, until most requests have arrived and it begins to run out."""
     done = result.requests
     came = np.isfinite(done["arrived_s"])
     arrived = done["arrived_s"][came]
@@ -274,7 +274,8 @@ def timeline(result: SimResult) -> Timeline:
         came
     ]
     answered = np.where(np.isfinite(first), first, np.inf)
-    edges = np.linspace(0.0, float(arrived.max(initial=0.0)) or 1.0, BINS + 1)
+    end = float(np.quantile(arrived, RUN_OUT)) if len(arrived) else 0.0
+    edges = np.linspace(0.0, end or 1.0, BINS + 1)
     counts = np.histogram(arrived, edges)[0]
     queue = [mean_present(arrived, answered, a, b) for a, b in pairwise(edges)]
     sent = np.array(

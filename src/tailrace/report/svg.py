@@ -37,7 +37,10 @@ class Scale:
 
     def ticks(self, most: int = 6) -> list[float]:
         """Return round values, at most ``most`` of them."""
-        return _log_ticks(self.low, self.high, most) if self.log else self._even_ticks(most)
+        # Within a factor of three even steps look even enough, and are easier to read.
+        if self.log and self.high > 3 * self.low:
+            return _log_ticks(self.low, self.high, most)
+        return self._even_ticks(most)
 
     def _even_ticks(self, most: int) -> list[float]:
         span = self.high - self.low
@@ -50,9 +53,8 @@ class Scale:
 
 
 def _log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Powers of ten, with 2 and 5 between them, or still finer, as far as they fit."""
+    """Powers of ten, with others between them as far as they fit."""
     choices: tuple[Sequence[float], ...] = (
-        (1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8, 2, 2.5, 3, 4, 5, 6, 7, 8, 9),
         (1, 1.5, 2, 3, 5, 7),
         (1, 2, 5),
         (1, 3),
@@ -93,10 +95,10 @@ class Panel:
     y: Scale
     label: str  #: what a screen reader says
     width: int = 372
-    height: int = 248
+    height: int = 260
     left: int = 46
     right: int = 12
-    top: int = 10
+    top: int = 22
     bottom: int = 38
     _marks: list[Markup] = field(default_factory=list)
 
@@ -107,6 +109,11 @@ class Panel:
     def py(self, value: float) -> float:
         """Vertical place of a value."""
         return self.height - self.bottom - self.y.share(value) * self.inner_height
+
+    @property
+    def floor(self) -> float:
+        """Vertical place of the x axis."""
+        return self.height - self.bottom
 
     @property
     def inner_height(self) -> float:
@@ -121,7 +128,7 @@ class Panel:
         y_ticks: Sequence[tuple[float, str]] | None = None,
     ) -> None:
         """Draw grid, ticks and titles; the title of y stands above its axis."""
-        right, floor = self.width - self.right, self.height - self.bottom
+        right, floor = self.width - self.right, self.floor
         if x_ticks is None:
             x_ticks = [(t, tick_text(t)) for t in self.x.ticks()]
         if y_ticks is None:
@@ -176,24 +183,49 @@ class Panel:
         self._add('<path class="area {}" d="{}"><title>{}</title></path>', style, path, tip)
 
     def upright(self, x: float, text: str, row: int = 0) -> None:
-        """Mark a place on the x axis with a line and a word; rows keep neighbours apart."""
+        """Mark a place on the x axis with a line, and a word above it; rows keep them apart."""
         place = self.px(x)
         self._add('<path class="mark" d="M{:.1f} {:.1f}V{:.1f}"/>', place, self.top,
                   self.height - self.bottom)  # fmt: skip
         anchor = "end" if self.x.share(x) > 0.7 else "start"
-        shift = -4 if anchor == "end" else 4
-        self._text(place + shift, self.top + 9 + 12 * row, text, anchor, "note")
+        shift = 3 if anchor == "end" else -3
+        self._text(place + shift, self.top - 3 - 11 * row, text, anchor, "note")
 
     def level(self, y: float, style: str = "mark") -> None:
         """Draw a line across at a value of y."""
         self._add('<path class="{}" d="M{:.1f} {:.1f}H{:.1f}"/>', style, self.left, self.py(y),
                   self.width - self.right)  # fmt: skip
 
-    def words(self, x: float, y: float, text: str, style: str = "", *, before: bool = False,
-              shift: float = 0.0) -> None:  # fmt: skip
-        """Write beside a point; ``shift`` moves the words down."""
-        side, anchor = (-8, "end") if before else (8, "start")
-        self._text(self.px(x) + side, self.py(y) + 3.5 + shift, text, anchor, f"name {style}")
+    def names(self, labels: Sequence[tuple[float, float, str]], dots: Sequence[tuple[float, float]],
+              ) -> None:  # fmt: skip
+        """Write names beside their points, each where it covers no other name and fewest dots."""
+        taken: list[tuple[float, float, float]] = []  # left, right, baseline
+        places = [(self.px(x), self.py(y)) for x, y in dots]
+        for x, y, text in labels:
+            px, py, width = self.px(x), self.py(y), 6.3 * len(text)
+            best: tuple[float, float, float, str] | None = None
+            for shift in (0, 13, -13, 26, -26, 39, -39, 52, -52):
+                for anchor, left in (("start", px + 8), ("end", px - 8 - width)):
+                    line = py + 3.5 + shift
+                    if left < self.left or left + width > self.width or line > self.floor - 2:
+                        continue
+                    if any(left < r and left + width > q and abs(line - b) < 12
+                           for q, r, b in taken):  # fmt: skip
+                        continue
+                    covered = sum(left - 3 < a < left + width + 3 and line - 12 < b < line + 4
+                                  for a, b in places)  # fmt: skip
+                    bad = 10 * covered + abs(shift) / 13 + (anchor == "end") / 2
+                    if best is None or bad < best[0]:
+                        best = (bad, left, line, anchor)
+            if best is None:
+                continue
+            _, left, line, anchor = best
+            taken.append((left, left + width, line))
+            at = left if anchor == "start" else left + width
+            if abs(line - 3.5 - py) > 6:
+                self._add('<path class="leader" d="M{:.1f} {:.1f}L{:.1f} {:.1f}"/>', px, py,
+                          at + (-2 if anchor == "start" else 2), line - 3.5)  # fmt: skip
+            self._text(at, line, text, anchor, "name")
 
     def svg(self) -> Markup:
         """Return all of it."""

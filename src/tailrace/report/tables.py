@@ -79,11 +79,11 @@ def ratio_cell(interval: Interval) -> Cell:
 
 
 def share_text(share: float, decimals: int = 1) -> str:
-    """Return a share as a percentage; 100 % only if it is all."""
+    """Return a share as a percentage; 100% only if it is all."""
     text = f"{100 * share:.{decimals}f}"
     if share < 1 and float(text) == 100:
         text = f"{100 - 10**-decimals:.{decimals}f}"
-    return f"{text} %"
+    return f"{text}%"
 
 
 # ---- all scenarios ------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def headline(results: Results) -> Table:
     heads = (f"{subject} against", *(title for _, title in HEADLINE))
     return Table(
         "Ratios of the policy under test to others: below 1 is better, but for throughput. "
-        "Geometric means over scenarios, with 95 % intervals.",
+        "Geometric means over scenarios, with 95% intervals.",
         heads,
         tuple(rows),
     )
@@ -169,7 +169,7 @@ def scenarios(each: VersusBestOfEach) -> Table:
         )
         rows.append(Row(cells))
     return Table(
-        "Ratios to the best rule of each scenario: below 1 is better, but for throughput. 95 % "
+        "Ratios to the best rule of each scenario: below 1 is better, but for throughput. 95% "
         "intervals, not adjusted; p is, for the number of scenarios.",
         ("scenario", "best rule", "cost ratio", "", "p (Holm)", "P99 TTFT ratio",
          "mean end to end ratio", "throughput ratio"),
@@ -194,7 +194,7 @@ def _three(interval: Interval) -> tuple[float | None, ...]:
 def _axis(scale: Scale, width: int = 170) -> Markup:
     """Ticks above the whiskers."""
     marks = []
-    for tick in scale.ticks(4):
+    for tick in scale.ticks(5):
         x = 6 + scale.share(tick) * (width - 12)
         marks.append(
             Markup('<text x="{:.1f}" y="12" text-anchor="middle">{}</text>').format(
@@ -294,9 +294,18 @@ def sizes(results: Results, of: Sequence[tuple[int, str]]) -> Table:
         ratios = [ratio_cell(column[index]) for column in columns]
         rows.append(Row((Cell(str(count)), Cell(scenario), *ratios)))
     return Table(
-        f"{results.subject} over the number of replicas, with 95 % intervals.",
+        f"{results.subject} over the number of replicas, with 95% intervals.",
         ("replicas", "scenario", f"cost ratio to {single}", f"P99 TTFT ratio to {single}",
          "cost ratio to the scenario's best rule", "P99 TTFT ratio to it"),
         tuple(rows),
         frozenset({1}),
     )  # fmt: skip
+
+
+def share_bar(share: float, tip: str, width: int = 170) -> Markup:
+    """Return a share as a bar, for a cell of a table."""
+    return Markup(
+        '<svg class="whisker" viewBox="0 0 {w} 22" width="{w}" height="22" role="img" '
+        'aria-label="{tip}"><rect class="rest" width="{w}" height="8" y="7" rx="2"/>'
+        '<rect class="part" width="{part:.1f}" height="8" y="7" rx="2"/></svg>'
+    ).format(w=width, tip=tip, part=width * share)

@@ -4,9 +4,11 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import wait as wait_for
 from typing import TypeVar
 
 from tailrace.errors import TailraceError
@@ -37,10 +39,13 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(at_once=kind is not None)
+
+    def close(self, at_once: bool = False) -> None:
+        """Send the processes home; at once, if nobody wants the results they are at."""
         if self._pool is None:
             return
-        if kind is not None:
-            # Leaving the pool waits for its workers, so end them: nobody wants their results.
+        if at_once:
             for worker in set(multiprocessing.active_children()) - self._others:
                 worker.terminate()
         self._pool.shutdown(cancel_futures=True)
@@ -48,7 +53,7 @@ class Crew:
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
         """Yield tasks with their results as they come."""
-        if self._jobs <= 1 or (len(tasks) <= 1 and self._pool is None):
+        if self._works_here(tasks):
             for task in tasks:
                 yield task, work(task)
             return
@@ -60,14 +65,20 @@ class Crew:
                 for future in done:
                     yield waiting.pop(future), future.result()
         except BrokenProcessPool:
-            raise TailraceError(
-                "a worker process died, perhaps for lack of memory; try fewer with --jobs"
-            ) from None
+            raise _worker_died() from None
 
-    def map(self, work: Callable[[T], R], tasks: Sequence[T]) -> list[R]:
-        """Return the results in the order of the tasks."""
-        found = {id(task): result for task, result in self.run(work, tasks)}
-        return [found[id(task)] for task in tasks]
+    def map(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[R]:
+        """Yield the results in the order of the tasks."""
+        if self._works_here(tasks):
+            yield from map(work, tasks)
+            return
+        try:
+            yield from self._start().map(work, tasks)
+        except BrokenProcessPool:
+            raise _worker_died() from None
+
+    def _works_here(self, tasks: Sequence[T]) -> bool:
+        return self._jobs <= 1 or (len(tasks) <= 1 and self._pool is None)
 
     def _start(self) -> ProcessPoolExecutor:
         if self._pool is None:
@@ -80,10 +91,22 @@ class Crew:
         return self._pool
 
 
+def _worker_died() -> TailraceError:
+    return TailraceError("a worker process died, perhaps for lack of memory; try fewer with --jobs")
+
+
 def _start_worker() -> None:
-    """Let Ctrl-C end a worker at once and silently; the parent does the talking.
+    """Let Ctrl-C end a worker at once and silently, and the parent's death, however it came.
 
     What a user's policy prints goes to standard error: the other belongs to results.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stderr
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait_for([parent.sentinel])
+        os._exit(1)

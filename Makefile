@@ -10,11 +10,12 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 FOLDER ?= tests/data/parity
 DEMO := runs/demo
+RESULTS ?= runs/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types test-interpreted test-bounds coverage bench parity clean
+.PHONY: help demo test check format lint types test-interpreted test-bounds test-browser coverage bench parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -54,6 +55,10 @@ test-interpreted: $(STAMP) ## the tests small enough to run without the compiler
 test-bounds: $(STAMP) ## the tests with bounds checks in compiled code (own compile cache)
 	NUMBA_BOUNDSCHECK=1 $(PYTEST) -n $(WORKERS)
 
+test-browser: $(STAMP) ## the report in headless Chromium: desktop and phone, light and dark
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	$(PYTEST) -m browser tests/report
+
 coverage: $(STAMP) ## coverage of the whole suite: once compiled, once interpreted
 	$(PYTEST) -n $(WORKERS) --cov --cov-report=
 	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) -n $(WORKERS) -m "not compiled" --cov --cov-append \
@@ -64,6 +69,9 @@ bench: $(STAMP) ## measure the speed of the simulator
 
 parity: $(STAMP) ## replay reference runs of Vidur: make parity FOLDER=path
 	$(BIN)/python benchmarks/vidur_parity.py $(FOLDER)
+
+report: $(STAMP) ## results of `tailrace evaluate` as one HTML file: make report RESULTS=folder
+	$(BIN)/tailrace report $(RESULTS)
 
 clean: ## remove everything that make made, .venv included
 	rm -rf $(VENV) build dist htmlcov .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,8 @@
 import dataclasses
 
 import pytest
-from policy.networks import random_tensors, small
 
+from policy.networks import random_tensors, small
 from tailrace.evaluate import results
 from tailrace.evaluate.opponents import Role, contender
 from tailrace.evaluate.suite import Plan, evaluate, load_scenarios, ranking_seeds, selection_seeds

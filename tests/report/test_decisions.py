@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
-from policy.networks import random_tensors, small
 
+from policy.networks import random_tensors, small
 from tailrace.evaluate import linear
 from tailrace.evaluate.cells import Traffic
 from tailrace.evaluate.runner import run
@@ -38,9 +38,12 @@ def trained(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("policy", ["lmetric", "trained"])
-def test_a_policy_agrees_with_itself(traffic, trained, policy):
-    spec = trained if policy == "trained" else policy
+@pytest.mark.parametrize("policy", ["lmetric", "plain", "prior"])
+def test_a_policy_agrees_with_itself(traffic, tmp_path, policy):
+    spec = policy
+    if policy != "lmetric":
+        spec = str(tmp_path / "mine.tailrace")
+        checkpoint.save(tmp_path / "mine.tailrace", small(policy), random_tensors(small(policy)))
     found = decisions(Question(traffic, spec, spec, 50))
     assert len(found.differs) == 50
     assert not found.differs.any()

@@ -2,8 +2,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from results import make_result
 
+from results import make_result
 from tailrace.errors import TailraceError
 from tailrace.report import replays
 from tailrace.report.replays import LoadPoint, Replay, coarser, play, shown, tasks_of, timeline

@@ -99,7 +99,7 @@ def test_files_of_two_evaluations_are_not_mixed(copy):
 
 
 def test_a_folder_that_is_not_there(tmp_path):
-    with pytest.raises(TailraceError, match="there is no results folder .*nowhere"):
+    with pytest.raises(TailraceError, match=r"there is no results folder .*nowhere"):
         load(tmp_path / "nowhere")
 
 

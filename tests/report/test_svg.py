@@ -79,7 +79,7 @@ def test_names_do_not_cover_each_other():
     panel = Panel(Scale(0, 1), Scale(0, 1), "crowd")
     labels = [(0.5, 0.5, f"policy-{k}") for k in range(5)]
     panel.names(labels, [(0.5, 0.5)])
-    words = [t for t in ET.fromstring(str(panel.svg())).iter("text")]
+    words = list(ET.fromstring(str(panel.svg())).iter("text"))
     assert len(words) == 5
     places = {(t.get("text-anchor"), t.get("y")) for t in words}
     assert len(places) == 5

@@ -174,6 +174,13 @@ def _warnings(results: Results, replays: Replays | None) -> tuple[str, ...]:
             f"{len(results.data.seeds)} seeds are few: bootstrap intervals come out too narrow; "
             f"take {FEW_SEEDS} or more."
         )
+    fixed = [name for name in results.grid.scenarios if _is_the_same_on_all_seeds(results, name)]
+    if fixed:
+        found.append(
+            f"The same requests on every seed, so intervals say nothing of other traffic: "
+            f"{', '.join(fixed)}. Recorded arrivals are like that; an arrival process "
+            '(arrivals = "gamma") makes new ones.'
+        )
     if replays is not None and replays.unlike:
         some = ", ".join(replays.unlike[:3]) + (", …" if len(replays.unlike) > 3 else "")
         found.append(
@@ -187,6 +194,15 @@ def _warnings(results: Results, replays: Replays | None) -> tuple[str, ...]:
             f"{', '.join(replays.left_out)}."
         )
     return tuple(found)
+
+
+def _is_the_same_on_all_seeds(results: Results, scenario: str) -> bool:
+    """Whether a policy has the same costs on all seeds: not by chance, with so many digits."""
+    costs = [
+        {cell.summary.cost_s for cell in results.cells(scenario, policy)}
+        for policy in results.grid.policies
+    ]
+    return len(results.data.seeds) > 1 and any(len(of) == 1 for of in costs)
 
 
 # ---- sections -----------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What a policy does differently from a rule: where their choices deviate, and why.
 
 While the policy routes a scenario, the rule is asked on the side what it would do with some of the
-requests, evenly spaced. Equal scores of the rule count as agreement.
+requests, evenly spaced. Equal scores of the rule count as agreement. A rule that is a network with
+a memory is asked with an empty one: it did not see what came before.
 """
 
 from collections.abc import Callable, Sequence

@@ -131,6 +131,8 @@ def test_ctrl_c_leaves_a_run_that_goes_on_as_if_nothing_had_happened(run, tmp_pa
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        # Started in the background, this process may ignore the signal, and its children with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         _wait_for(tmp_path / "run" / "state.safetensors", process)

@@ -97,10 +97,13 @@ def test_words_of_plots_are_large_enough_and_within(opened, width):
         assert min(left, right) > -6, text
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_words_can_be_told_from_their_ground(opened, scheme):
-    """Contrast of at least 4.5 (WCAG AA) for every colour of text."""
+@pytest.mark.parametrize(
+    ("scheme", "media"), [("light", "screen"), ("dark", "screen"), ("dark", "print")]
+)
+def test_words_can_be_told_from_their_ground(opened, scheme, media):
+    """Contrast of at least 4.5 (WCAG AA) for every colour of text; paper is white."""
     page, _, _ = opened(scheme=scheme)
+    page.emulate_media(media=media, color_scheme=scheme)
     found = page.evaluate(
         """() => {
           const channels = (c) => c.match(/[\\d.]+/g).map(Number);
@@ -139,6 +142,16 @@ def test_a_dot_says_what_it_is_to_mouse_and_keyboard(opened):
     assert page.locator("#tip.on").text_content()
     dot.focus()
     assert page.locator("#tip.on").text_content() == words
+
+
+def test_paper(opened):
+    """Nothing is cut off at the right edge of A4, and folds are open."""
+    page, _, _ = opened(720)
+    page.emulate_media(media="print")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert page.locator("details:not([open])").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 720
+    assert len(page.pdf(format="A4")) > 10_000
 
 
 def test_without_scripts(opened):

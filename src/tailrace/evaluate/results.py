@@ -111,7 +111,12 @@ def as_data(found: Evaluation) -> dict[str, Any]:
         "policies": [_standing(s) for s in found.standings],
     }
     cells: list[dict[str, Any]] = _rounded(plain(_cells(found)), CELL_DIGITS)
-    return {**_rounded(plain(data), DIGITS), "cells": cells}
+    # Not rounded: whoever plays a scenario again gets the very same requests.
+    settings = {
+        s.name: s.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
+        for s in plan.scenarios
+    }
+    return {**_rounded(plain(data), DIGITS), "scenarios": plain(settings), "cells": cells}
 
 
 def _single(versus: VersusBestSingle) -> dict[str, Any]:

@@ -214,7 +214,7 @@ def _scenarios(results: Results, each: VersusBestOfEach) -> Section:
     least = min(1.0, 2.0 ** (1 - seeds) * len(verdicts))
     few = f" With {_count(seeds, 'seed')} p cannot be below {least:.2g}." * (least > 0.05)
     lead = (
-        f"The best rule of each scenario was chosen among all rules on "
+        f"The best rule of each scenario was chosen among the rules that took part, on "
         f"{_count(len(results.data.selection_seeds), 'tuning seed')}, then both met the same "
         f"requests. A hollow dot: the interval holds 1. That makes {len(verdicts)} comparisons; p "
         f"is adjusted for it (Holm), intervals are not: of {len(verdicts)} about "

@@ -102,7 +102,7 @@ def queues(results: Results, replays: Replays, stretch: Stretch) -> list[Figure]
     )
     arrivals.axes("time, s", "arrivals, requests/s")
     arrivals.steps(time.edges_s.tolist(), time.arrivals_rps.tolist(), "plain", "arrivals")
-    follows = f"Under {results.subject}: a turn follows the answer to the one before."
+    follows = f"As they came under {results.subject}: turns follow answers."
     return [
         Figure(f"{stretch.scenario}: queue", queue.svg(), note),
         Figure(f"{stretch.scenario}: arrivals", arrivals.svg(), follows),

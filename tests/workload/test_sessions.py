@@ -1,5 +1,7 @@
 """Conversations: closed loops, growing prefixes, a start in full swing."""
 
+import signal
+
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -234,3 +236,19 @@ def test_borrowers_share_the_beginning_of_a_recent_conversation() -> None:
 def test_borrowing_needs_a_common_system_prompt() -> None:
     with pytest.raises(ValueError, match="one system prompt"):
         conversations(borrow=Borrow(0.5, 1.0, 1.0, 10.0, 10))
+
+
+def test_traffic_whose_first_starts_all_fall_into_the_warm_up_is_made_all_the_same():
+    """This seed used to go on for ever: nothing had started by time 0, and nothing was added."""
+
+    def too_long(*_: object) -> None:
+        raise TimeoutError("made no progress")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(20)
+    try:
+        table = library.make("sessions-hot", 20, 35.6, seed=1_002_000_015)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(table.rows) == 20

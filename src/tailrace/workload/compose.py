@@ -91,8 +91,10 @@ def compose(
         draft = merge([d for group in groups for d in group.drafts])
         if int((draft.rows["arrival_s"] <= horizon_s).sum()) >= requests:
             break
+        # It lies before time 0 if all starts so far fell into the warm-up.
+        limit_s = horizon_s + 0.2 * abs(horizon_s)
         for group in groups:
-            if group.horizon_s <= 1.2 * horizon_s:
+            if group.horizon_s <= limit_s:
                 group.generate(1.5)
     table = finish(draft, requests)
     table.validate()

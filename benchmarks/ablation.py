@@ -115,12 +115,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="some of the variants")
     options = parser.parse_args()
     files: dict[str, list[str]] = {}
-    took: dict[str, list[float]] = {}
     tasks = [(v, seed, options.folder) for v in options.only for seed in range(options.seeds)]
     with Crew(options.jobs) as crew:
         for (variant, seed, _), (path, seconds) in zip(tasks, crew.map(train, tasks), strict=True):
             files.setdefault(variant, []).append(path)
-            took.setdefault(variant, []).append(round(seconds, 1))
             print(f"{variant}, seed {seed}: {seconds:.0f} s", file=sys.stderr, flush=True)
     everything = [*RULES, *(path for paths in files.values() for path in paths)]
     ratios = judge(everything, 5, 4000, options.jobs)
@@ -134,7 +132,6 @@ def main() -> None:
                 "score": round(float(np.mean([scores[p] for p in paths])), 4),
                 "by_seed": [round(scores[p], 4) for p in paths],
                 "by_scenario": np.mean([ratios[p] for p in paths], axis=0).round(4).tolist(),
-                "seconds": took[variant],
             }
             for variant, paths in files.items()
         },

@@ -12,11 +12,11 @@ from tailrace.evaluate.audit import States, among_replicas, audit, exchanged, jo
 from tailrace.evaluate.inspect import (
     _extremes,
     _habit,
-    _route,
     _Watcher,
     inspect,
     learned,
     parameters,
+    visit,
 )
 from tailrace.evaluate.runner import traffic
 from tailrace.policy.learned import LearnedPolicy
@@ -278,11 +278,15 @@ def test_what_is_written_down_is_what_the_policy_did(variant) -> None:
     simulation = Simulation(WORLD.cluster, table, seed=SEED, lookahead=True)
     policy.reset(3, SEED)
     watcher = _Watcher(policy, simulation)
-    requests = []
-    while (view := simulation.next_decision()) is not None:
-        requests.append(int(view.request["id"]))
+    requests: list[int] = []
+
+    def look() -> None:
+        requests.append(int(simulation.view().request["id"]))
         watcher.look()
-        _route(simulation, policy, 3)  # it decides more often than we look
+
+    visit(simulation, policy, 25, look)  # it decides more often than we look
+    simulation.run(policy)
+    assert len(set(requests)) == 25
     assert watcher.chosen == simulation.result().requests["replica"][requests].tolist()
     states = watcher.states()
     assert np.abs(states.memory[1:]).max(axis=1).min() > 0

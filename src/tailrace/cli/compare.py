@@ -10,6 +10,7 @@ from tailrace.cli.options import (
     SEED,
     SectionedCommand,
     SectionOption,
+    jobs_option,
     json_option,
     quiet_option,
     scenario_options,
@@ -39,10 +40,7 @@ ALL = "all"
     "--seed", "first_seed", type=SEED, cls=SectionOption,
     help="The first of the seeds. [default: the first tuning seed; evaluation has its own]",
 )  # fmt: skip
-@click.option(
-    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
-    help="Processes that work side by side. [default: one per core]",
-)  # fmt: skip
+@jobs_option
 @click.option(
     "--plot", type=click.Path(path_type=Path), cls=SectionOption, section="Output", metavar="FILE",
     help="Draw the comparison; FILE ends in .png, .svg or .pdf. Needs tailrace[plots].",

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tailrace.cli import console, names
-from tailrace.cli.options import SectionedCommand, SectionOption, json_option, quiet_option
+from tailrace.cli.options import (
+    SectionedCommand,
+    SectionOption,
+    jobs_option,
+    json_option,
+    quiet_option,
+)
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
@@ -75,10 +81,7 @@ def _suites(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> li
     show_default=True, cls=SectionOption, metavar="SECONDS",
     help="Hard limit: longer waits for a first token are counted.",
 )  # fmt: skip
-@click.option(
-    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
-    help="Processes that work side by side. [default: one per core]",
-)  # fmt: skip
+@jobs_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), cls=SectionOption, section="Output",
     metavar="FOLDER",

@@ -128,6 +128,14 @@ _GENERAL_OPTIONS = (
 )
 
 
+def jobs_option(function: F) -> F:
+    """Add ``--jobs``."""
+    return click.option(
+        "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
+        help="Processes that work side by side; no result depends on it. [default: one per core]",
+    )(function)  # fmt: skip
+
+
 def json_option(function: F) -> F:
     """Add ``--json``."""
     return click.option(

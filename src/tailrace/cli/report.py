@@ -6,7 +6,7 @@ from pathlib import Path
 import click
 
 from tailrace.cli import console
-from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, quiet_option
+from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, jobs_option, quiet_option
 
 
 @click.command("report", cls=SectionedCommand)
@@ -20,10 +20,7 @@ from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, quiet_
     help="Leave out what needs runs to be played again: distributions, plots over load and time, "
     "and decisions.",
 )  # fmt: skip
-@click.option(
-    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
-    help="Processes that work side by side. [default: one per core]",
-)  # fmt: skip
+@jobs_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), cls=SectionOption, section=OUTPUT,
     metavar="FILE.html", help="HTML file, complete in itself. [default: RESULTS/report.html]",

@@ -12,6 +12,7 @@ from tailrace.cli.options import (
     SectionOption,
     assign,
     assignment,
+    jobs_option,
     json_option,
     quiet_option,
 )
@@ -49,11 +50,7 @@ from tailrace.errors import TailraceError
     "--resume", type=click.Path(path_type=Path), metavar="RUN", cls=SectionOption,
     help="Go on with the run in this folder, exactly where it stopped.",
 )  # fmt: skip
-@click.option(
-    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
-    help="Processes that work side by side; the result does not depend on it. "
-    "[default: one per core]",
-)  # fmt: skip
+@jobs_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", cls=SectionOption,
     section="Output", help="Folder of the run. [default: runs/PRESET-SEED]",

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tailrace.cli import console, names
-from tailrace.cli.options import SectionedCommand, SectionOption, json_option, quiet_option
+from tailrace.cli.options import (
+    SectionedCommand,
+    SectionOption,
+    jobs_option,
+    json_option,
+    quiet_option,
+)
 from tailrace.errors import TailraceError, unknown_name
 
 if TYPE_CHECKING:
@@ -45,10 +51,7 @@ if TYPE_CHECKING:
     "--rounds", type=click.IntRange(1, 100), default=3, show_default=True, cls=SectionOption,
     metavar="N", help="Rounds of learning for predict_greedy.",
 )  # fmt: skip
-@click.option(
-    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
-    help="Processes that work side by side. [default: one per core]",
-)  # fmt: skip
+@jobs_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), cls=SectionOption, section="Output",
     metavar="FILE",

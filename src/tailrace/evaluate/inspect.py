@@ -11,7 +11,7 @@ from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.audit import Audit, States, audit, check_size, join
-from tailrace.evaluate.runner import traffic
+from tailrace.evaluate.runner import simulation
 from tailrace.policy import architecture as a
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy
@@ -144,34 +144,21 @@ def _play(
             f"inspect needs the compiled engine, and {scenario.name} runs on the reference engine"
         )
     check_size(scenario.cluster.size)
-    table = traffic(scenario, scenarios.resolve_rate(scenario), seed)
-    simulation = Simulation(
-        scenario.cluster,
-        table,
-        router=scenario.router,
-        engine=scenario.engine,
-        events=scenario.events,
-        seed=seed,
-        lookahead=True,
-    )
+    play = simulation(scenario, scenarios.resolve_rate(scenario), seed, lookahead=True)
     policy.reset(scenario.cluster.size, seed)
-    warmup = int(WARM_UP * len(table))
-    gap = max(1, (len(table) - warmup) // count)
-    watcher = _Watcher(policy, simulation)
-    _route(simulation, policy, warmup)
-    while len(watcher) < count and simulation.next_decision() is not None:
-        watcher.look()
-        _route(simulation, policy, gap)
-    simulation.run(policy)
+    watcher = _Watcher(policy, play)
+    visit(play, policy, count, watcher.look)
+    play.run(policy)
     if not len(watcher):
         raise TailraceError(f"{scenario.name} came to no decision to look at; use more --requests")
     states = watcher.states()
-    shares = simulation.result().replicas["requests"]
+    result = play.result()
+    shares = result.replicas["requests"]
     facts, rules = _facts(states, watcher.chosen), watcher.agreement()
     behaviour = Behaviour(
         scenario=scenario.name,
         seed=seed,
-        requests=len(table),
+        requests=len(result.requests),
         states=len(states),
         replicas=tuple(f"{r.device} x{r.speed:g}" for r in scenario.cluster.expanded()),
         shares=tuple((shares / max(1, shares.sum())).tolist()),
@@ -182,10 +169,23 @@ def _play(
     return states, behaviour
 
 
-def _route(simulation: Simulation, policy: LearnedPolicy, decisions: int) -> None:
-    """Let the policy take some decisions, that at hand included."""
-    fleet, tables = simulation.arrays
-    engine.run(fleet, tables, 0, policy.rule.code, policy.params, False, decisions)
+def visit(play: Simulation, policy: BuiltinPolicy, count: int, look: Callable[[], None]) -> None:
+    """Let a policy route, and look at so many decisions, evenly spaced, after the warm-up."""
+    fleet, tables = play.arrays
+    requests = int(fleet.clusters[0]["n_requests"])
+    warmup = int(WARM_UP * requests)
+    gap = max(1, (requests - warmup) // count)
+
+    def route(decisions: int) -> None:
+        code, params = policy.rule.code, policy.params
+        engine.run(fleet, tables, 0, code, params, policy.lowest_id_wins, decisions)
+
+    route(warmup)
+    for _ in range(count):
+        if play.next_decision() is None:
+            return
+        look()
+        route(gap)
 
 
 class _Watcher:

@@ -9,7 +9,7 @@ from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy, user_code
 from tailrace.sim.build import why_not_compiled
 from tailrace.sim.result import SimResult
-from tailrace.sim.simulator import simulate, uses_reference
+from tailrace.sim.simulator import Simulation, simulate, uses_reference
 from tailrace.workload.library import from_settings
 from tailrace.workload.table import RequestTable
 
@@ -46,6 +46,21 @@ def default_policies(scenario: Scenario) -> tuple[list[str], list[str]]:
     rules = registry.rules()
     left_out = [rule.name for rule in rules if reference and rule.in_engine]
     return [rule.name for rule in rules if rule.name not in left_out], left_out
+
+
+def simulation(
+    scenario: Scenario, rate: float | None, seed: int, *, lookahead: bool = False
+) -> Simulation:
+    """Return a scenario at time 0, to be played decision by decision on the compiled engine."""
+    return Simulation(
+        scenario.cluster,
+        traffic(scenario, rate, seed),
+        router=scenario.router,
+        engine=scenario.engine,
+        events=scenario.events,
+        seed=seed,
+        lookahead=lookahead,
+    )
 
 
 def run(

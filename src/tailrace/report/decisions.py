@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from tailrace.evaluate.answer import shown
 from tailrace.evaluate.audit import MAX_EXPLAINED
 from tailrace.evaluate.cells import Traffic
-from tailrace.evaluate.inspect import EQUAL, WARM_UP
-from tailrace.evaluate.runner import policy_for
-from tailrace.evaluate.runner import traffic as requests_of
+from tailrace.evaluate.inspect import EQUAL, visit
+from tailrace.evaluate.runner import policy_for, simulation
 from tailrace.policy import architecture as a
 from tailrace.policy.architecture import STD_FLOOR
 from tailrace.policy.base import BuiltinPolicy
@@ -109,30 +108,12 @@ def decisions(question: Question) -> Decisions:
     policy, rule = (policy_for(scenario, spec) for spec in (question.policy, question.rule))
     assert isinstance(policy, BuiltinPolicy)
     assert isinstance(rule, BuiltinPolicy)
-    table = requests_of(scenario, traffic.rate_rps, traffic.seed)
-    simulation = Simulation(
-        scenario.cluster,
-        table,
-        router=scenario.router,
-        engine=scenario.engine,
-        events=scenario.events,
-        seed=traffic.seed,
-    )
+    play = simulation(scenario, traffic.rate_rps, traffic.seed)
     for one in (policy, rule):
         one.reset(scenario.cluster.size, traffic.seed)
-    warmup = int(WARM_UP * len(table))
-    gap = max(1, (len(table) - warmup) // question.looks)
-    watcher = _Watcher(simulation, policy, rule, scenario.name)
-    _route(simulation, policy, warmup)
-    while len(watcher) < question.looks and simulation.next_decision() is not None:
-        watcher.look()
-        _route(simulation, policy, gap)
+    watcher = _Watcher(play, policy, rule, scenario.name)
+    visit(play, policy, question.looks, watcher.look)
     return watcher.decisions()
-
-
-def _route(simulation: Simulation, policy: BuiltinPolicy, count: int) -> None:
-    fleet, tables = simulation.arrays
-    engine.run(fleet, tables, 0, policy.rule.code, policy.params, policy.lowest_id_wins, count)
 
 
 class _Watcher:

@@ -22,6 +22,7 @@ from tailrace.evaluate.suite import (
     selection_seeds,
     suite_names,
 )
+from tailrace.policy import shipped
 from tailrace.seeds import Purpose, purpose_of, seeds
 
 pytestmark = pytest.mark.compiled
@@ -260,8 +261,8 @@ def test_two_policies_of_one_name_are_refused_or_told_apart(tmp_path):
 def test_the_groups_of_opponents(monkeypatch, tmp_path):
     tuned = tmp_path / "tuned.json"
     tuned.write_text(json.dumps({"rules": {"load_aware": {"constants": {"load_weight": 0.7}}}}))
-    monkeypatch.setattr(opponents, "TUNED_FILE", tuned)
-    monkeypatch.setattr(opponents, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "TUNED_FILE", tuned)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     everybody = {c.label: c for c in opponents.opponents(["all"], SMALL)}
     assert everybody["load_aware:tuned"].spec == "load_aware:load_weight=0.7"
     assert everybody["load_aware:tuned"].role is Role.TUNED

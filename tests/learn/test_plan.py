@@ -154,15 +154,15 @@ def test_teachers_by_their_shares(tmp_path):
     chosen = [task.teachers[0].code for task in tasks]
     assert {len(task.teachers) for task in tasks} == {1}
     for name, share in (("round_robin", 0.5), ("least_outstanding", 0.25), ("random", 0.25)):
-        assert chosen.count(Driver.of_rule(name).code) / 400 == pytest.approx(share, abs=0.07)
-    assert Driver.of_rule("lmetric").code not in chosen
+        assert chosen.count(Driver.of(name).code) / 400 == pytest.approx(share, abs=0.07)
+    assert Driver.of("lmetric").code not in chosen
 
 
 def test_with_best_teacher_all_of_them_apply(tmp_path):
     teachers = {"round_robin": 1.0, "random": 1.0, "lmetric": 0.0}
     over = {"demonstrations": {"teachers": teachers, "best_teacher": True}}
     for task in plan(tmp_path, over).label_tasks(0, NETWORK, False, None):
-        assert codes(task.teachers) == codes(map(Driver.of_rule, ("round_robin", "random")))
+        assert codes(task.teachers) == codes(map(Driver.of, ("round_robin", "random")))
 
 
 def test_what_varies_from_world_to_world(tmp_path):

@@ -26,10 +26,10 @@ def worlds(requests=120):
 def test_a_rule_judged_as_a_policy_gets_the_score_it_gets_as_a_rule():
     validation = Validation(worlds(), ("round_robin", "lmetric", "random"))
     validation.judge_rules(WORKERS)
-    verdict = validation.judge(Driver.of_rule("lmetric"), WORKERS)
+    verdict = validation.judge(Driver.of("lmetric"), WORKERS)
     assert verdict.costs == validation.rule_costs["lmetric"]
     assert validation.best_rule == ("lmetric", verdict.score)
-    assert validation.judge(Driver.of_rule("round_robin"), WORKERS).score == 1.0
+    assert validation.judge(Driver.of("round_robin"), WORKERS).score == 1.0
     assert len(verdict.costs) == 2
     assert len(verdict.largest_shares) == 4
     assert verdict.relative_shares.shape == (12,)
@@ -42,7 +42,7 @@ def test_scores_by_hand(monkeypatch):
     costs = iter([1.0, 3.0, 8.0, 8.0, 4.0, 4.0, 1.0, 3.0])
     monkeypatch.setattr(module, "score", lambda task: Played(next(costs), 0.5, None, (0.9, 0.1)))
     validation = Validation(worlds(), ("first", "second"))
-    monkeypatch.setattr(module.Driver, "of_rule", lambda name: name)
+    monkeypatch.setattr(module.Driver, "of", lambda name: name)
     validation.judge_rules(WORKERS)
     assert validation.rule_costs == {"first": (2.0, 8.0), "second": (4.0, 2.0)}
     # sqrt(4/2 * 2/8)

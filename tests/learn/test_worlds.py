@@ -42,7 +42,7 @@ def label_task(teachers=("lookahead",), variant="plain", **changes) -> LabelTask
     task = LabelTask(
         World(SCENARIO, SEED, 400, 3),
         network(variant),
-        tuple(Driver.of_rule(name) for name in teachers),
+        tuple(Driver.of(name) for name in teachers),
         student_drives=False,
         warmup=40,
         unbalanced=False,
@@ -128,7 +128,7 @@ def test_an_unbalanced_start_has_most_requests_on_one_replica():
         if unbalanced:
             assert kernels.unbalance(fleet, tables, 0, 200)
         else:
-            rule = Driver.of_rule("round_robin")
+            rule = Driver.of("round_robin")
             assert kernels.drive(fleet, tables, 0, rule.code, rule.params, 200)
         sent = simulation.result().requests["replica"]
         largest = np.bincount(sent[sent >= 0]).max() / 200
@@ -166,6 +166,16 @@ def test_memory_is_recorded_as_the_student_has_it_before_each_decision():
     assert not fresh.memory[0].any()
     # A network that does not drive remembers nothing.
     assert not label(replace(task, student_drives=False)).memory.any()
+
+
+def test_a_trained_policy_teaches_while_the_student_drives():
+    """Both are networks to the engine; the labels are the teacher's, the states the student's."""
+    taught = label(label_task(("linear_es",), student_drives=True))
+    alone = label(label_task(("lookahead",), student_drives=True))
+    assert (taught.replica_obs == alone.replica_obs).all()
+    assert (np.sort(taught.costs, axis=1)[:, :2] == (0.0, kernels.NOT_CHOSEN)).all()
+    shown = label(label_task(("linear_es",)))
+    assert (shown.replica_obs != taught.replica_obs).any()
 
 
 def test_the_network_moves_the_world_only_if_it_drives():
@@ -300,7 +310,7 @@ def test_branches_repeat_exactly_and_end_with_the_traffic():
 def test_looking_ahead_scores_better_than_taking_turns():
     world = World(SCENARIO, SEED, 600)
     played = {
-        name: score(ScoreTask(world, Driver.of_rule(name))) for name in ("lookahead", "round_robin")
+        name: score(ScoreTask(world, Driver.of(name))) for name in ("lookahead", "round_robin")
     }
     assert played["lookahead"].cost_s < 0.8 * played["round_robin"].cost_s
     assert played["round_robin"].shares == pytest.approx([1 / 3] * 3, abs=0.01)
@@ -312,3 +322,13 @@ def test_looking_ahead_scores_better_than_taking_turns():
 def test_worlds_refuse_traffic_set_aside_for_evaluation():
     with pytest.raises(TailraceError, match="set aside for evaluation"):
         World(SCENARIO, seeds(Purpose.EVALUATION, 1)[0], 50).simulation()
+
+
+def test_a_smaller_late_share_charges_lateness_sooner():
+    costs = {}
+    for share in (1.0, 0.05):
+        world = World(OPEN, SEED, 300, late_share=share)
+        costs[share] = branch(branch_task(world=world, rows=1)).costs[0]
+    tried = costs[1.0] != 0
+    assert tried.any()
+    assert (costs[0.05][tried] > costs[1.0][tried]).all()

@@ -10,8 +10,9 @@ import pytest
 
 from policy.views import make_view
 from tailrace.errors import TailraceError
-from tailrace.policy import registry
+from tailrace.policy import registry, shipped
 from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy, checked_scores
+from tailrace.policy.learned import LearnedPolicy
 from tailrace.policy.registry import get, names, rules
 from tailrace.policy.rules import RULES
 
@@ -236,3 +237,17 @@ def test_the_base_policy_has_hooks_but_no_scores() -> None:
         assert hook(0, 17, 1.5) is None
     with pytest.raises(NotImplementedError, match="Policy has no scores method"):
         policy.scores(make_view())
+
+
+def test_what_was_tuned_and_trained_is_known_by_name():
+    constants = shipped.tuned_constants()
+    rule, tuned = next(iter(constants.items()))
+    assert (
+        get(f"{rule}:tuned").params.tolist() == BuiltinPolicy(get(rule).rule, tuned).params.tolist()
+    )
+    for name in shipped.LEARNING:
+        assert isinstance(get(name), LearnedPolicy)
+    with pytest.raises(TailraceError, match="is trained and takes no parameters"):
+        get("linear_es", weight=1.0)
+    with pytest.raises(TailraceError, match="unknown tuned rule 'round_robin'"):
+        get("round_robin:tuned")

@@ -74,19 +74,19 @@ def command(
     predict_greedy (a supervised predictor of cost; needs tailrace[train]). Default: all rules with
     constants.
     """
-    from tailrace.evaluate import opponents
     from tailrace.evaluate.tune import KNOBS
+    from tailrace.policy import shipped
 
     for name in targets:
-        if name not in (*KNOBS, *opponents.LEARNING):
-            raise unknown_name("name to tune", name, [*KNOBS, *opponents.LEARNING])
-    learning = [name for name in targets if name in opponents.LEARNING]
+        if name not in (*KNOBS, *shipped.LEARNING):
+            raise unknown_name("name to tune", name, [*KNOBS, *shipped.LEARNING])
+    learning = [name for name in targets if name in shipped.LEARNING]
     if learning and len(targets) > 1:
         raise TailraceError(f"{learning[0]} is tuned by itself; leave the other names out")
     if write_shipped:
-        output = opponents.TUNED_FILE
+        output = shipped.TUNED_FILE
         if learning:
-            output = opponents.FOLDER / f"{learning[0]}.tailrace"
+            output = shipped.FOLDER / f"{learning[0]}.tailrace"
     from tailrace.output.atomic import check_target
 
     if output is not None:
@@ -95,9 +95,9 @@ def command(
         _tune_learning(learning[0], output, as_json=as_json, show=not (as_json or quiet), **given)
     else:
         _tune_rules(targets or tuple(KNOBS), output, as_json=as_json, quiet=quiet, **given)
-        documented = opponents.FOLDER.parents[2] / "docs" / "results" / opponents.TUNED_FILE.name
+        documented = shipped.FOLDER.parents[2] / "docs" / "results" / shipped.TUNED_FILE.name
         if write_shipped and documented.parent.is_dir():
-            documented.write_bytes(opponents.TUNED_FILE.read_bytes())
+            documented.write_bytes(shipped.TUNED_FILE.read_bytes())
 
 
 def _traffics(
@@ -157,10 +157,10 @@ def _tune_learning(
     scenario_names: Sequence[str], seed_count: int, requests: int, generations: int, rounds: int,
     jobs: int | None, **_: Any,
 ) -> None:  # fmt: skip
-    from tailrace.evaluate.opponents import LINEAR
     from tailrace.evaluate.suite import TUNE_FROM
     from tailrace.evaluate.tuned import save_linear, save_predictor
     from tailrace.parallel import Crew
+    from tailrace.policy.shipped import LINEAR
     from tailrace.seeds import Purpose, seeds
 
     if output is None:

@@ -8,10 +8,10 @@ sqrt((z*z + c*c)/2) keeps the order of the replicas, which is all that decides.
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.evaluate.opponents import LINEAR
 from tailrace.policy.architecture import NetworkConfig, tensor_shapes
 from tailrace.policy.learned import LearnedPolicy
 from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.policy.shipped import LINEAR
 
 #: Columns with a weight. Against the mean or the best of the cluster is left out: it adds the same
 #: to the score of every replica.

@@ -7,25 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from tailrace.config import Scenario
-from tailrace.errors import TailraceError, unknown_name
+from tailrace.errors import TailraceError
 from tailrace.evaluate.runner import policy_for
 from tailrace.output.atomic import atomic_path
 from tailrace.output.jsons import dumps
-from tailrace.policy import registry
+from tailrace.policy import registry, shipped
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.checkpoint import SHIPPED, SUFFIX
 from tailrace.policy.learned import LearnedPolicy
 
-#: Trained policies of the package, and the constants that `tailrace tune` found.
-FOLDER = SHIPPED.parent
-TUNED_FILE = FOLDER / "tuned.json"
-TUNED_SUFFIX = ":tuned"
-#: Opponents that learn, each a file in FOLDER.
-LINEAR, PREDICTOR = "linear_es", "predict_greedy"
-LEARNING = (LINEAR, PREDICTOR)
 #: Everybody's costs are given as multiples of this rule's.
 REFERENCE = "least_outstanding"
 
@@ -64,24 +56,8 @@ class Contender:
         return self.role in CANDIDATES
 
 
-def tuned_constants() -> dict[str, dict[str, float]]:
-    """Return the tuned constants of each rule that has some; empty before anything was tuned."""
-    if not TUNED_FILE.is_file():
-        return {}
-    rules: dict[str, dict[str, Any]] = json.loads(TUNED_FILE.read_text(encoding="utf-8"))["rules"]
-    return {rule: found["constants"] for rule, found in rules.items()}
-
-
-def spec_of(rule: str, constants: dict[str, float]) -> str:
-    """Return a rule with constants as the command line takes it."""
-    return f"{rule}:" + ",".join(f"{key}={value:g}" for key, value in constants.items())
-
-
 def contender(name: str, scenario: Scenario, role: Role | None = None) -> Contender:
-    """Return the contender of a name; raises if there is none or it cannot run the scenario.
-
-    Besides what the registry knows: ``RULE:tuned``, ``linear_es`` and ``predict_greedy``.
-    """
+    """Return the contender of a name; raises if there is none or it cannot run the scenario."""
     spec, natural = _resolve(name)
     policy_for(scenario, spec)
     label = Path(name).stem if name.endswith((SUFFIX, ".py")) else name
@@ -90,18 +66,11 @@ def contender(name: str, scenario: Scenario, role: Role | None = None) -> Conten
 
 def _resolve(name: str) -> tuple[str, Role]:
     """What the registry knows a name by, and its part in an evaluation if none is given."""
-    if name.endswith(TUNED_SUFFIX):
-        rule, tuned = name.removesuffix(TUNED_SUFFIX), tuned_constants()
-        if rule not in tuned:
-            if not tuned:
-                raise TailraceError(f"no rule has tuned constants yet; run `tailrace tune {rule}`")
-            raise unknown_name("tuned rule", rule, tuned)
-        return spec_of(rule, tuned[rule]), Role.TUNED
-    if name in LEARNING:
-        path = FOLDER / f"{name}{SUFFIX}"
-        if not path.is_file():
-            raise TailraceError(f"{name} is not trained yet; run `tailrace tune {name}`")
-        return str(path), Role.LEARNED
+    if name.endswith(shipped.TUNED_SUFFIX):
+        rule = name.removesuffix(shipped.TUNED_SUFFIX)
+        return shipped.spec_of(rule, shipped.constants_of(rule)), Role.TUNED
+    if name in shipped.LEARNING:
+        return str(shipped.file_of(name)), Role.LEARNED
     rules = {rule.name: rule for rule in registry.rules()}
     head = name.partition(":")[0]
     if head in rules:
@@ -135,7 +104,7 @@ def _source(spec: str) -> Path | None:
 GROUPS = ("all", "rules", "tuned", "learned", "look-ahead", "none")
 #: The best rules of the shipped suites, as an evaluation of all opponents has chosen them: suite ->
 #: {"best_single": policy, "best_of_each": {scenario: policy}}.
-BEST_FILE = FOLDER.parent / "suites" / "best.json"
+BEST_FILE = SHIPPED.parents[1] / "suites" / "best.json"
 
 
 def recorded_best(scenario_names: Sequence[str]) -> list[str] | None:
@@ -179,8 +148,8 @@ def _members(group: str) -> list[str]:
     rules = [rule.name for rule in registry.rules() if not rule.in_engine]
     members = {
         "rules": rules,
-        "tuned": [f"{rule}{TUNED_SUFFIX}" for rule in tuned_constants()],
-        "learned": [name for name in LEARNING if (FOLDER / f"{name}{SUFFIX}").is_file()],
+        "tuned": [f"{rule}{shipped.TUNED_SUFFIX}" for rule in shipped.tuned_constants()],
+        "learned": [n for n in shipped.LEARNING if (shipped.FOLDER / f"{n}{SUFFIX}").is_file()],
         "look-ahead": [rule.name for rule in registry.rules() if rule.in_engine],
         "none": [],
     }

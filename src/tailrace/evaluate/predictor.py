@@ -16,7 +16,6 @@ from torch.nn import functional as fn
 
 from tailrace.evaluate.cells import Traffic
 from tailrace.evaluate.observed import Observed, record
-from tailrace.evaluate.opponents import PREDICTOR
 from tailrace.parallel import Crew
 from tailrace.policy import registry
 from tailrace.policy.architecture import NetworkConfig
@@ -24,6 +23,7 @@ from tailrace.policy.base import Policy
 from tailrace.policy.learned import LearnedPolicy
 from tailrace.policy.network import Network
 from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.policy.shipped import PREDICTOR
 from tailrace.seeds import Purpose, require
 
 #: Without attention: a replica is judged by itself.

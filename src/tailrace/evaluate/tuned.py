@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.evaluate import linear
 from tailrace.evaluate.cells import Traffic
-from tailrace.evaluate.opponents import LINEAR, PREDICTOR, spec_of
 from tailrace.evaluate.tune import Objective, Tuned, tune_linear
 from tailrace.output.atomic import atomic_path
 from tailrace.output.jsons import dumps
 from tailrace.parallel import Crew
 from tailrace.policy import checkpoint
 from tailrace.policy.observation import REPLICA_FEATURES
+from tailrace.policy.shipped import LINEAR, PREDICTOR, spec_of
 
 
 def record_of(rule: str, tuned: Tuned, conditions: Mapping[str, Any]) -> dict[str, Any]:

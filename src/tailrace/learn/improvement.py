@@ -122,7 +122,7 @@ class Branching:
             requests = warmup + states * gap + int(rate * b.longest_s) + 1
             tasks.append(
                 BranchTask(
-                    World(world.scenario, world.seed, requests, world.number),
+                    World(world.scenario, world.seed, requests, world.number, b.late_share),
                     network,
                     warmup,
                     states,

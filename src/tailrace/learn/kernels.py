@@ -85,6 +85,7 @@ def label(
     params,
     teacher,
     teacher_params,
+    driver_differs,
     network,
     epsilon,
     replica_obs,
@@ -96,11 +97,11 @@ def label(
 ):
     """Let ``driver`` route while ``teacher`` says what each choice would have cost.
 
-    Fills replica_obs [K, n, F], request_obs [K, G], mask [K, n], prior [K, n], memory [K, M] and
-    costs [K, n] (s), one row per decision; a share ``epsilon`` of the choices is random, so that
-    the student sees states it would not get into. A teacher that does not look ahead names no
-    costs: its choice costs nothing, the others NOT_CHOSEN. Returns the number of rows filled: less
-    than K at the end of the traffic.
+    ``driver_differs``: the two are not the same policy. Fills replica_obs [K, n, F], request_obs
+    [K, G], mask [K, n], prior [K, n], memory [K, M] and costs [K, n] (s), one row per decision; a
+    share ``epsilon`` of the choices is random, so that the student sees states it would not get
+    into. A teacher that does not look ahead names no costs: its choice costs nothing, the others
+    NOT_CHOSEN. Returns the number of rows filled: less than K at the end of the traffic.
     """
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
@@ -119,7 +120,7 @@ def label(
             for r in range(n):
                 costs[k, r] = NOT_CHOSEN if r != wanted else 0.0
         choice = wanted
-        if driver != teacher:
+        if driver_differs:
             choice = engine.choice(f, tables, c, driver, params, False)
         if _random_unit(f.router[c]) < epsilon:
             choice = _random_replica(replicas, f.router[c])

@@ -121,7 +121,7 @@ class Plan:
         d = self.settings.demonstrations
         requests = d.warmup + d.decisions + 1
         names = [name for name, share in d.teachers.items() if share > 0]
-        teachers = [Driver.of_rule(name) for name in names]
+        teachers = [Driver.of(name) for name in names]
         shares = np.array([d.teachers[name] for name in names])
         tasks = []
         for world in self.worlds(round_ * d.worlds, d.worlds, requests, stage):

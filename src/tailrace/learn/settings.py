@@ -12,7 +12,7 @@ from tailrace.errors import TailraceError, unknown_name
 from tailrace.learn.distribution import Randomisation, Share
 from tailrace.learn.exploration import ExplorationSettings
 from tailrace.learn.ppo_settings import PpoSettings
-from tailrace.policy import registry
+from tailrace.policy import registry, shipped
 from tailrace.policy.architecture import NetworkConfig
 from tailrace.scenario import merged
 from tailrace.seeds import SEEDS_PER_PURPOSE
@@ -37,7 +37,7 @@ class DemonstrationSettings(Settings):
     rounds: int = Field(default=3, ge=0, le=10_000)
     """Rounds of collecting labels and fitting to all of them; 0: start from random weights."""
     teachers: dict[str, float] = Field(default={"lookahead": 1.0}, min_length=1)
-    """Built-in policies to learn from, and the share of worlds each one labels."""
+    """Policies of the package to learn from, and the share of worlds each one labels."""
     best_teacher: bool = False
     """Instead of by shares, each world is labelled by the teacher that does best in it."""
     worlds: Count = 20
@@ -67,7 +67,7 @@ class DemonstrationSettings(Settings):
 
     @model_validator(mode="after")
     def _teachers_known(self) -> Self:
-        known = [rule.name for rule in registry.rules()]
+        known = [*(rule.name for rule in registry.rules()), *shipped.LEARNING]
         for name, weight in self.teachers.items():
             if name not in known:
                 raise ValueError(str(unknown_name("teacher", name, known)))
@@ -105,6 +105,9 @@ class BranchingSettings(Settings):
     reluctance: float = Field(default=2.0, ge=0)
     """How much the policy must prefer another replica, as a difference of logits, before a branch
     departs from the choices of the first; keeps chance out of the comparison."""
+    late_share: Positive = 1.0
+    """Share of the target for the first token from which on lateness is charged. Below 1 it also
+    counts how far first tokens stay under the target, and so cares for the tail."""
     keep: Count = 6
     """Updates whose samples are learnt from."""
     kl_limit: Positive = 0.03

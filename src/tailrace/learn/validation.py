@@ -33,7 +33,7 @@ class Validation:
 
     def judge_rules(self, workers: Crew) -> None:
         """Play all rules; the first is the reference."""
-        tasks = [ScoreTask(w, Driver.of_rule(rule)) for rule in self.rules for w in self.worlds]
+        tasks = [ScoreTask(w, Driver.of(rule)) for rule in self.rules for w in self.worlds]
         played = list(workers.map(score, tasks))
         for k, rule in enumerate(self.rules):
             of_rule = played[k * len(self.worlds) : (k + 1) * len(self.worlds)]

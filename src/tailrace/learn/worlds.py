@@ -31,8 +31,8 @@ class Driver:
     params: NDArray[np.float64]
 
     @classmethod
-    def of_rule(cls, name: str) -> "Driver":
-        """A built-in rule."""
+    def of(cls, name: str) -> "Driver":
+        """A built-in rule, or a trained policy."""
         policy = registry.get(name)
         assert isinstance(policy, BuiltinPolicy)
         return cls(policy.rule.code, policy.params)
@@ -46,6 +46,7 @@ class World:
     seed: int
     requests: int
     number: int = 0  #: of the scenario, to tell samples apart
+    late_share: float = 1.0  #: of the target for the first token: lateness is charged from there on
 
     def simulation(self) -> Simulation:
         """The cluster at time 0, with room for looking ahead."""
@@ -53,7 +54,7 @@ class World:
         settings = self.scenario.workload.model_copy(update={"requests": self.requests})
         rate = scenarios.resolve_rate(self.scenario)
         table = library.from_settings(settings, rate, self.seed)
-        return Simulation(
+        simulation = Simulation(
             self.scenario.cluster,
             table,
             router=self.scenario.router,
@@ -62,6 +63,8 @@ class World:
             seed=self.seed,
             lookahead=True,
         )
+        simulation.arrays[0].clusters["late_share"] = self.late_share
+        return simulation
 
     def stay_s(self) -> float:
         """P90 of the time a request stays in this scenario under a good rule, s."""
@@ -146,6 +149,7 @@ def label(task: LabelTask) -> Samples:
         driver.params,
         teacher.code,
         teacher.params,
+        task.student_drives,
         network,
         task.epsilon,
         out.replica_obs,

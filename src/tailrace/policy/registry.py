@@ -1,9 +1,11 @@
 """From a name on the command line to a policy.
 
 A name is a built-in rule (``cache_aware``, ``cache_aware:match_rate=0.5,load_gap=32``), the trained
-policy of the package (``tailrace``) or one of your own (``my_policy.tailrace``), a file
-(``my_rule.py``, ``my_rule.py:MyPolicy``), something importable (``package.module:attribute``), or
-an entry point of the group ``tailrace.policies`` of an installed package.
+policy of the package (``tailrace``) or one of your own (``my_policy.tailrace``), a rule with the
+constants it was tuned to (``cache_aware:tuned``), a learned opponent (``linear_es``,
+``predict_greedy``), a file (``my_rule.py``, ``my_rule.py:MyPolicy``), something importable
+(``package.module:attribute``), or an entry point of the group ``tailrace.policies`` of an installed
+package.
 """
 
 import importlib
@@ -16,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.policy import checkpoint
+from tailrace.policy import checkpoint, shipped
 from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy
 from tailrace.policy.rules import RULES, Rule
 
@@ -44,11 +46,16 @@ def get(name: str, **params: Any) -> Policy:
     head, _, tail = name.partition(":")
     builtin = {rule.name: rule for rule in RULES}
     if head in builtin:
-        return BuiltinPolicy(builtin[head], _numbers(head, tail) | params)
-    if name == SHIPPED_NAME or name.endswith(checkpoint.SUFFIX):
+        tuned = name.endswith(shipped.TUNED_SUFFIX)
+        constants = shipped.constants_of(head) if tuned else _numbers(head, tail)
+        return BuiltinPolicy(builtin[head], constants | params)
+    trained = name == SHIPPED_NAME or name in shipped.LEARNING
+    if trained or name.endswith(checkpoint.SUFFIX):
         if params:
             raise TailraceError(f"policy {name} is trained and takes no parameters")
-        return checkpoint.shipped() if name == SHIPPED_NAME else checkpoint.load(Path(name))
+        if name == SHIPPED_NAME:
+            return checkpoint.shipped()
+        return checkpoint.load(shipped.file_of(name) if trained else Path(name))
     if head.endswith(".py"):
         return _from_file(Path(head), tail, params)
     if tail:
@@ -56,7 +63,7 @@ def get(name: str, **params: Any) -> Policy:
     installed = _entry_points()
     if name in installed:
         return _as_policy(_load(installed[name]), name, params)
-    raise unknown_name("policy", name, [*names(), SHIPPED_NAME])
+    raise unknown_name("policy", name, [*names(), SHIPPED_NAME, *shipped.LEARNING])
 
 
 def _numbers(rule: str, text: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def arrived(cluster, requests, facts, n):
     cluster["in_system_since"] += at
     cluster["unanswered"] += 1
     cluster["unanswered_since"] += at
-    deadline = at + facts[n]["ttft_slo"]
+    deadline = at + cluster["late_share"] * facts[n]["ttft_slo"]
     request["deadline"] = deadline
     request["overdue"] = 0
     before = cluster["deadline_last"]

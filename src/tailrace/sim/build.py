@@ -167,6 +167,7 @@ def _start_cluster(
     cluster["deadline_next"] = cluster["deadline_last"] = -1
     cluster["serial"] = next(_serial_numbers)
     cluster["soft_centre"], cluster["soft_scale"], cluster["early_share"] = 1.0, 0.1, 0.5
+    cluster["late_share"] = 1.0
     cluster["view_context"] = cluster["view_prefix"] = cluster["accounts"] = 1
     cluster["scrape_s"] = router.staleness_s
     cluster["scrape_count"] = -1

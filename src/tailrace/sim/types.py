@@ -165,6 +165,7 @@ CLUSTER = np.dtype(
         ("paid_early", "f8"),  # first tokens, each by how far it came under its target, 0..1
         ("soft_centre", "f8"),  # of the logistic curve, as multiple of the target
         ("soft_scale", "f8"),  # its width, likewise
+        ("late_share", "f8"),  # share of the target from which on a request counts as late
         ("early_share", "f8"),  # share of the target below which a first token is early
         ("lost", "i8"),  # requests that failed
         ("finished", "i8"),  # requests that were completed

@@ -71,7 +71,7 @@ def test_a_picture(run, tmp_path):
 
 
 def test_mistakes(refuse):
-    assert "set aside for evaluation" in refuse("headroom", "--seed", 5_000_000_000)
+    assert "set aside for evaluation" in refuse("headroom", "--seed", 6_000_000_000)
     assert "set aside for tuning" in refuse("headroom", "--seed", 2_000_000_000)
     assert "unknown scenario" in refuse("headroom", "--scenario", "demos")
     assert "there is no policy file" in refuse("headroom", "absent.tailrace")

@@ -10,12 +10,13 @@ WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest
 FOLDER ?= tests/data/parity
 DEMO := runs/demo
-RESULTS ?= runs/standard
+EVALUATION := build/evaluation
+RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types test-interpreted test-bounds test-browser coverage bench parity report clean
+.PHONY: help demo test check format lint types test-interpreted test-bounds test-browser coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -54,6 +55,12 @@ test-interpreted: $(STAMP) ## the tests small enough to run without the compiler
 
 test-bounds: $(STAMP) ## the tests with bounds checks in compiled code (own compile cache)
 	NUMBA_BOUNDSCHECK=1 $(PYTEST) -n $(WORKERS)
+
+evaluate: $(STAMP) ## the trained policy on both suites against all opponents (two hours), and the tables of results
+	$(BIN)/tailrace evaluate --suite standard --requests 10000 -o $(EVALUATION)/standard --write-shipped
+	$(BIN)/tailrace evaluate --suite holdout --requests 10000 -o $(EVALUATION)/holdout --write-shipped
+	for suite in standard holdout; do cp $(EVALUATION)/$$suite/results.json docs/results/$$suite.json; done
+	$(BIN)/python docs/headline.py
 
 test-browser: $(STAMP) ## the report in headless Chromium: desktop and phone, light and dark
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

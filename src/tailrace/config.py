@@ -219,12 +219,12 @@ class Scenario(Settings):
 def explain(error: ValidationError, model: type[BaseModel]) -> TailraceError:
     """Turn a validation error into one sentence that names the setting and what to do."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or model.__name__.lower()
+    where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return unknown_name("setting", where, _known_keys(model, first["loc"]))
     given = "" if isinstance(first.get("input"), dict | list) else f", got {first.get('input')!r}"
     message = first["msg"].removeprefix("Value error, ")
-    return TailraceError(f"{where}: {message}{given}")
+    return TailraceError(f"{where}: {message}{given}" if where else f"{message}{given}")
 
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

@@ -184,6 +184,7 @@ def test_ctrl_c_before_the_first_step(run, tiny, monkeypatch):
         (["--scenario", "demoo"], "unknown scenario 'demoo'; did you mean demo"),
         (["--scenario", "none.toml"], "cannot read none.toml"),
         (["--config", "none.toml"], "cannot read none.toml"),
+        (["--config", "mine.conf"], "cannot read mine.conf"),
         (["--set", "branching.kl_limt=1"], "did you mean branching.kl_limit"),
         (["--set", "updates"], "--set needs KEY=VALUE"),
         (["--set", "updates=many"], "updates: Input should be a valid integer"),

@@ -91,8 +91,8 @@ def command(
     if resume is None:
         over: dict[str, Any] = {}
         if config is not None and preset is not None:
-            over = s.read(str(config))
-        data = s.read(preset or (str(config) if config is not None else "quick"))
+            over = s.read(config)
+        data = s.read(preset or config or "quick")
         if scenarios:
             over |= {"scenarios": list(scenarios), "randomise": None}
         over |= {k: v for k, v in (("seed", seed), ("updates", updates)) if v is not None}

@@ -275,10 +275,13 @@ def preset_names() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.toml"))
 
 
-def read(preset_or_file: str) -> dict[str, Any]:
-    """Return the settings of a preset or of a TOML file as plain data."""
+def read(preset_or_file: str | Path) -> dict[str, Any]:
+    """Return the settings of a preset, or of a TOML file, as plain data.
+
+    A name without the suffix .toml is a preset's; a path is always a file.
+    """
     path = Path(preset_or_file)
-    if path.suffix != ".toml":
+    if isinstance(preset_or_file, str) and path.suffix != ".toml":
         if preset_or_file not in preset_names():
             raise unknown_name("preset", preset_or_file, preset_names())
         path = PRESETS / f"{preset_or_file}.toml"

@@ -1,0 +1,111 @@
+"""Writes the tables of results in README.md and model-card.md anew: python docs/headline.py.
+
+They come from results/standard.json and results/holdout.json, which ``make evaluate`` makes.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+SUITES = ("standard", "holdout")
+TARGETS = (DOCS.parent / "README.md", DOCS / "model-card.md")
+#: Opponents in the headline, besides the best single rule: what people run today.
+SHOWN = (
+    "load_aware", "llm_d_sticky", "lmetric", "cache_aware", "dynamo", "least_outstanding",
+    "round_robin",
+)  # fmt: skip
+FIGURES = {
+    "cost": "composite cost",
+    "p99_ttft": "P99 TTFT",
+    "mean_e2e": "mean end to end",
+    "throughput": "throughput",
+}
+
+Results = Mapping[str, Any]
+
+
+def begin(name: str) -> str:
+    """Return the line that begins a table."""
+    return f"<!-- {name}: python docs/headline.py -->\n"
+
+
+END = "<!-- end -->\n"
+
+
+def headline(results: Results) -> str:
+    """Return the table of a suite: ratios to the best single rule."""
+    best = results["best_single"]
+    by_name = {row["policy"]: row for row in results["policies"]}
+    lines = [
+        f"| ratio to `{best}` | {' | '.join(FIGURES.values())} |",
+        f"|---|{'---|' * len(FIGURES)}",
+    ]
+    ahead = [row["policy"] for row in results["policies"] if row["role"] == "look-ahead"]
+    for name in (results["subject"], best, *(n for n in SHOWN if n != best), *ahead):
+        if name in by_name:
+            label = f"**`{name}`**" if name == results["subject"] else f"`{name}`"
+            lines.append(f"| {label} | {_ratios(by_name[name]['vs_best_single'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ratios(against: Mapping[str, Any]) -> str:
+    low, high = against["intervals"]["cost"]
+    shown = {key: f"{against[key]:.3f}" for key in FIGURES}
+    if low != high:
+        shown["cost"] += f" ({low:.3f}-{high:.3f})"
+    return " | ".join(shown.values())
+
+
+def scenarios(results: Results) -> str:
+    """Return the table of a suite against the best rule of each scenario."""
+    lines = [
+        f"| scenario | best rule there | {' | '.join(FIGURES.values())} |",
+        f"|---|---|{'---|' * len(FIGURES)}",
+    ]
+    for name, against in results["vs_best_per_scenario"]["scenarios"].items():
+        lines.append(f"| `{name}` | `{against['policy']}` | {_ratios(against)} |")
+    return "\n".join(lines) + "\n"
+
+
+def summary(results: Results) -> str:
+    """Return what a suite shows in two sentences."""
+    each = results["vs_best_per_scenario"]
+    count = len(each["scenarios"])
+    better, surely = round(each["share_better"] * count), round(each["share_surely_better"] * count)
+    worst = each["worst_ratio"]
+    far = f"{worst - 1:.1%} dearer" if worst > 1 else f"{1 - worst:.1%} cheaper"
+    return (
+        f"Against the best rule *of each scenario* it is cheaper in {better} of {count} ({surely} beyond doubt); "
+        f"where it does worst, `{each['worst_scenario']}`, it is {far}. "
+        f"{len(results['seeds'])} evaluation seeds from {results['seeds'][0]} on, "
+        f"{min(results['requests'].values())} requests or more per cell, "
+        f"{len(results['policies'])} policies.\n"
+    )
+
+
+def tables() -> dict[str, str]:
+    """Return every table by its name."""
+    made = {}
+    for suite in SUITES:
+        path = DOCS / "results" / f"{suite}.json"
+        results = json.loads(path.read_text(encoding="utf-8"))
+        made[f"headline {suite}"] = f"\n{headline(results)}\n{summary(results)}\n"
+        made[f"scenarios {suite}"] = f"\n{scenarios(results)}\n"
+    return made
+
+
+def with_tables(text: str) -> str:
+    """Return a text with the tables it has brought up to date."""
+    for name, table in tables().items():
+        if begin(name) in text:
+            before, rest = text.split(begin(name))
+            _, after = rest.split(END, 1)
+            text = f"{before}{begin(name)}{table}{END}{after}"
+    return text
+
+
+if __name__ == "__main__":
+    for target in TARGETS:
+        target.write_text(with_tables(target.read_text(encoding="utf-8")), encoding="utf-8")

@@ -77,7 +77,8 @@ def summary(results: Results) -> str:
     worst = each["worst_ratio"]
     far = f"{worst - 1:.1%} dearer" if worst > 1 else f"{1 - worst:.1%} cheaper"
     return (
-        f"Against the best rule *of each scenario* it is cheaper in {better} of {count} ({surely} beyond doubt); "
+        f"Against the best rule *of each scenario* it is cheaper in {better} of {count} "
+        f"({surely} beyond doubt); "
         f"where it does worst, `{each['worst_scenario']}`, it is {far}. "
         f"{len(results['seeds'])} evaluation seeds from {results['seeds'][0]} on, "
         f"{min(results['requests'].values())} requests or more per cell, "

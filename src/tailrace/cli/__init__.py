@@ -20,6 +20,7 @@ COMMANDS = (
     "simulate",
     "compare",
     "capacity",
+    "plan",
     "train",
     "evaluate",
     "report",

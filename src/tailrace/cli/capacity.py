@@ -9,6 +9,7 @@ from tailrace import scenario as scenarios
 from tailrace.cli import console, names
 from tailrace.cli.options import (
     SEED,
+    F,
     SectionedCommand,
     SectionOption,
     json_option,
@@ -29,6 +30,36 @@ _SECONDS: dict[str, Any] = {
     "cls": SectionOption,
     "section": _SLO,
 }
+
+
+_OBJECTIVE_OPTIONS = (
+    click.option(
+        "--attainment", type=float, metavar="SHARE", cls=SectionOption, section=_SLO,
+        help="Least share of requests that meet both of their targets.",
+    ),
+    click.option("--ttft-p99-s", help="Most for the P99 of the time to first token.", **_SECONDS),
+    click.option("--tpot-p99-s", help="Most for the P99 of the time per output token.", **_SECONDS),
+    click.option("--e2e-p99-s", help="Most for the P99 of the end-to-end time.", **_SECONDS),
+    click.option(
+        "--scheduling-delay-p99-s", help="Most for the P99 of the scheduling delay.", **_SECONDS
+    ),
+)  # fmt: skip
+
+
+def objective_options(function: F) -> F:
+    """Add one option per kind of objective."""
+    for decorator in reversed(_OBJECTIVE_OPTIONS):
+        function = decorator(function)
+    return function
+
+
+def take_objectives(params: dict[str, Any]) -> "tuple[Objective, ...]":
+    """Take what :func:`objective_options` added out of a command's parameters."""
+    from tailrace.evaluate.capacity import OBJECTIVES, Objective
+
+    given = {kind: params.pop(kind) for kind in OBJECTIVES}
+    limits = [(kind, limit) for kind, limit in given.items() if limit is not None]
+    return tuple(Objective(kind, limit) for kind, limit in limits or [("attainment", 0.99)])
 
 
 @click.command("capacity", cls=SectionedCommand)
@@ -57,16 +88,7 @@ _SECONDS: dict[str, Any] = {
     "--tolerance", type=click.FloatRange(1e-4, 0.5), default=0.01, show_default=True,
     cls=SectionOption, help="Relative precision of the search.",
 )  # fmt: skip
-@click.option(
-    "--attainment", type=float, metavar="SHARE", cls=SectionOption, section=_SLO,
-    help="Least share of requests that meet both of their targets.",
-)  # fmt: skip
-@click.option("--ttft-p99-s", help="Most for the P99 of the time to first token.", **_SECONDS)
-@click.option("--tpot-p99-s", help="Most for the P99 of the time per output token.", **_SECONDS)
-@click.option("--e2e-p99-s", help="Most for the P99 of the end-to-end time.", **_SECONDS)
-@click.option(
-    "--scheduling-delay-p99-s", help="Most for the P99 of the scheduling delay.", **_SECONDS
-)
+@objective_options
 @json_option
 @quiet_option
 def command(
@@ -85,6 +107,7 @@ def command(
         if settings[f"workload__{option}"] is not None:
             raise TailraceError(f"capacity looks for the {option} itself; leave --{option} out")
     config, shipped = settings["config"], settings["scenario"]
+    objectives = take_objectives(settings)
     scenario = take_scenario(settings)
     if (write or write_shipped) and not saturation:
         raise TailraceError("--write stores the saturation throughput; give --saturation with it")
@@ -102,7 +125,6 @@ def command(
     from tailrace.evaluate.capacity import max_load
     from tailrace.output.tables import print_max_load
 
-    objectives = _objectives(settings)
     with console.own_output(), console.progress("searching", enabled=show) as update:
         steps = iter(range(1, 1_000_000))
         found = max_load(
@@ -117,13 +139,6 @@ def command(
         console.print_json(found)
     else:
         print_max_load(console.stdout(), found)
-
-
-def _objectives(given: dict[str, Any]) -> "tuple[Objective, ...]":
-    from tailrace.evaluate.capacity import OBJECTIVES, Objective
-
-    limits = [(kind, given[kind]) for kind in OBJECTIVES if given[kind] is not None]
-    return tuple(Objective(kind, limit) for kind, limit in limits or [("attainment", 0.99)])
 
 
 def _own_file(path: Path | None, scenario: Scenario, option: str) -> Path:

@@ -1,0 +1,185 @@
+"""The fewest replicas, or the cheapest mix of kinds of them, that keeps an SLO at a given rate."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tailrace import scenario as scenarios
+from tailrace.config import MAX_REPLICAS, Cluster, Replica, Scenario
+from tailrace.errors import TailraceError
+from tailrace.evaluate.capacity import Objective
+from tailrace.evaluate.metrics import Summary, summarise
+from tailrace.evaluate.runner import policy_for, run
+from tailrace.parallel import Crew
+
+Counts = tuple[int, ...]
+
+#: A mix can do more than its parts, for instance by keeping long prompts off slow replicas; one
+#: that is this far from what its parts would do alone is not tried.
+LEAST_MIX = 0.75
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of replica that can be had."""
+
+    name: str
+    replica: Replica
+    price: float = 1.0  #: of one, in any unit
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a cluster has to do."""
+
+    scenario: Scenario  #: its cluster does not count, its rate does
+    objectives: tuple[Objective, ...]
+    seeds: tuple[int, ...]  #: the objectives must hold on each
+    most: int  #: replicas
+
+    def __post_init__(self) -> None:
+        if not self.objectives or not self.seeds:
+            raise TailraceError("a plan needs at least one objective and one seed")
+        if self.scenario.events:
+            raise TailraceError(
+                "events name replicas, whose number is what a plan looks for; leave them out"
+            )
+        if not 1 <= self.most <= MAX_REPLICAS:
+            raise TailraceError(f"a plan may use 1 to {MAX_REPLICAS} replicas, not {self.most}")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One cluster, tried."""
+
+    counts: Counts  #: of each kind
+    price: float
+    met: bool
+    summary: Summary  #: of the first seed on which an objective fails, else of the last
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a policy needs."""
+
+    policy: str
+    found: Trial | None  #: None: not even the most replicas allowed will do
+    trials: tuple[Trial, ...]  #: in the order of the search
+
+
+@dataclass(frozen=True)
+class _Task:
+    wanted: Wanted
+    kinds: tuple[Kind, ...]
+    policy: str
+
+
+def plan(
+    wanted: Wanted,
+    kinds: Sequence[Kind],
+    policies: Sequence[str],
+    *,
+    jobs: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> list[Need]:
+    """Return what each policy needs, in the order given; every cluster meets the same requests.
+
+    With one kind of replica it is the fewest of them; with several the cheapest mix. The search
+    takes it that more replicas never do worse. ``progress`` is told how many policies are done.
+    """
+    if not kinds:
+        raise TailraceError("a plan needs at least one kind of replica")
+    for policy in policies:
+        policy_for(_with(wanted.scenario, kinds, (1,) * len(kinds)), policy)
+    tasks = [_Task(wanted, tuple(kinds), policy) for policy in policies]
+    found: dict[str, Need] = {}
+    with Crew(jobs) as crew:
+        for task, need in crew.run(_search, tasks):
+            found[task.policy] = need
+            if progress is not None:
+                progress(len(found))
+    return [found[policy] for policy in policies]
+
+
+def _search(task: _Task) -> Need:
+    wanted, kinds = task.wanted, task.kinds
+    trials: dict[Counts, Trial] = {}
+
+    def met(counts: Counts) -> bool:
+        if counts not in trials:
+            trials[counts] = _try(wanted, kinds, counts, task.policy)
+        return trials[counts].met
+
+    def fewest_of(kind: int) -> int | None:
+        return _fewest(lambda n: met(_only(kind, n, len(kinds))), wanted.most)
+
+    alone = [fewest_of(kind) for kind in range(len(kinds))]
+    for counts in _cheaper_mixes(kinds, alone, wanted.most):
+        failed = (t.counts for t in trials.values() if not t.met)
+        if any(all(a <= b for a, b in zip(counts, f, strict=True)) for f in failed):
+            continue
+        if met(counts):
+            break
+    good = [trial for trial in trials.values() if trial.met]
+    best = min(good, key=lambda t: (t.price, sum(t.counts)), default=None)
+    return Need(task.policy, best, tuple(trials.values()))
+
+
+def _fewest(met: Callable[[int], bool], most: int) -> int | None:
+    """Return the smallest number from 1 to ``most`` that will do; None if none does."""
+    low, high = 0, 1
+    while not met(high):
+        if high == most:
+            return None
+        low, high = high, min(2 * high, most)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if met(middle) else (middle, high)
+    return high
+
+
+def _only(kind: int, count: int, kinds: int) -> Counts:
+    return tuple(count if k == kind else 0 for k in range(kinds))
+
+
+def _cheaper_mixes(
+    kinds: Sequence[Kind], alone: Sequence[int | None], most: int
+) -> Iterator[Counts]:
+    """Mixes that cost less than the cheapest single kind and may be enough, cheapest first."""
+    prices = [kind.price for kind in kinds]
+    limit = min((n * p for n, p in zip(alone, prices, strict=True) if n is not None), default=None)
+    if limit is None or len(kinds) == 1:
+        return
+    ranges = [range(min(most, int(limit / price)) + 1) for price in prices]
+    mixes = [
+        counts
+        for counts in itertools.product(*ranges)
+        if sum(count > 0 for count in counts) > 1
+        and sum(counts) <= most
+        and _price(counts, kinds) < limit
+        and sum(c / (n or 2 * most) for c, n in zip(counts, alone, strict=True)) >= LEAST_MIX
+    ]
+    yield from sorted(mixes, key=lambda counts: (_price(counts, kinds), sum(counts)))
+
+
+def _try(wanted: Wanted, kinds: Sequence[Kind], counts: Counts, policy: str) -> Trial:
+    scenario = _with(wanted.scenario, kinds, counts)
+    for seed in wanted.seeds:
+        summary = summarise(run(scenario, policy, scenarios.resolve_rate(scenario), seed))
+        met = all(objective.met(summary) for objective in wanted.objectives)
+        if not met:
+            break
+    return Trial(counts, _price(counts, kinds), met, summary)
+
+
+def _price(counts: Counts, kinds: Sequence[Kind]) -> float:
+    return sum(count * kind.price for count, kind in zip(counts, kinds, strict=True))
+
+
+def _with(scenario: Scenario, kinds: Sequence[Kind], counts: Counts) -> Scenario:
+    replicas = tuple(
+        kind.replica.model_copy(update={"count": count})
+        for kind, count in zip(kinds, counts, strict=True)
+        if count
+    )
+    return scenario.model_copy(update={"cluster": Cluster(replicas=replicas), "capacity_rps": None})

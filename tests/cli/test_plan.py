@@ -1,0 +1,38 @@
+"""tailrace plan."""
+
+import pytest
+
+TRAFFIC = ("--workload", "chat", "--rate", 20, "--requests", 300)
+
+
+def test_table_and_json(run, run_json):
+    asked = ("plan", *TRAFFIC, "-p", "lmetric", "-p", "round_robin", "--seeds", 1, "-j", 1)
+    text = run(*asked).stdout
+    assert "lmetric serves 20.0 requests/s of chat within attainment >= 0.99 with" in text
+    data = run_json(*asked)
+    assert [need["policy"] for need in data["needs"]] == ["lmetric", "round_robin"]
+    assert f"with {data['needs'][0]['found']['counts'][0]} replicas" in text
+
+
+def test_kinds_with_prices(run_json):
+    kinds = ("--kind", "a100-llama3-8b=3", "--kind", "a100-llama3-8b*0.5=1.2")
+    data = run_json("plan", *TRAFFIC, *kinds, "-p", "lmetric", "--seeds", 1, "-j", 1)
+    assert data["kinds"] == ["a100-llama3-8b", "a100-llama3-8b*0.5"]
+    found = data["needs"][0]["found"]
+    assert found["price"] == pytest.approx(3 * found["counts"][0] + 1.2 * found["counts"][1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workload", "chat"], "give --rate in requests/s"),
+        ([*TRAFFIC, "--kind", "a100-llama3-8b=cheap"], "cannot read --kind a100-llama3-8b=cheap"),
+        ([*TRAFFIC, "--kind", "a100-llama3-8b=0"], "cannot read --kind"),
+        ([*TRAFFIC, "--kind", "a100"], "unknown device 'a100'"),
+        ([*TRAFFIC, "--kind", "a100-llama3-8b*0"], "speed"),
+        ([*TRAFFIC, "--attainment", "2"], "must be a share"),
+        (["--scenario", "replica-failure", "--rate", "9"], "leave them out"),
+    ],
+)
+def test_mistakes(refuse, arguments, message):
+    assert message in refuse("plan", *arguments)

@@ -32,6 +32,8 @@ COMMANDS = (
     "devices",
     "fit",
     "scenarios",
+    "emulate",
+    "bench",
     "completion",
     "version",
 )

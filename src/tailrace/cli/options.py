@@ -72,7 +72,7 @@ class SectionedCommand(click.Command):
 def scenario_options(function: F) -> F:
     """Add ``--scenario``, ``--config``, ``--set`` and one option per setting to a command."""
     for title, key, model in reversed(SECTIONS):
-        function = _section_options(function, title, key, model)
+        function = section_options(function, title, key, model)
     for decorator in reversed(_GENERAL_OPTIONS):
         function = decorator(function)
     return function
@@ -80,7 +80,7 @@ def scenario_options(function: F) -> F:
 
 def workload_options(function: F) -> F:
     """Add one option per setting of a workload, but its name and load."""
-    return _section_options(function, GENERAL, "workload", Workload, but=("name", "load"))
+    return section_options(function, GENERAL, "workload", Workload, but=("name", "load"))
 
 
 def take_workload(name: str, params: dict[str, Any]) -> Workload:
@@ -92,9 +92,10 @@ def take_workload(name: str, params: dict[str, Any]) -> Workload:
     return workload
 
 
-def _section_options(
+def section_options(
     function: F, title: str, key: str, model: type[BaseModel], but: tuple[str, ...] = ()
 ) -> F:
+    """Add one option per setting of a model, named ``key__setting`` among the parameters."""
     for field, info in reversed(list(model.model_fields.items())):
         kind = _scalar(info.annotation)
         if kind is not None and field not in but:

@@ -1,0 +1,322 @@
+"""The open-loop load generator: requests leave at their times, whatever becomes of the others.
+
+A turn of a session leaves its think time after the answer to the turn before has ended, well or
+badly, as in the simulator.
+"""
+
+import asyncio
+import heapq
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import numpy as np
+import orjson
+
+from tailrace.bench.client import Client, Sending
+from tailrace.bench.prompts import Prompt, PromptWriter, Spoken, spoken
+from tailrace.bench.result import LOAD_REQUEST, LoadResult
+from tailrace.bench.stream import Answer
+from tailrace.emulate import tokenizer
+from tailrace.errors import TailraceError
+from tailrace.sim.result import FAILED, FINISHED
+from tailrace.workload.table import RequestTable
+
+Api = Literal["completions", "chat"]
+
+#: A request may leave this much early: event loops wake to the millisecond only.
+EARLY_S = 0.0005
+TICK_S = 0.2
+SAMPLE_WORDS = 1024
+#: In it Tailrace's router says where a request went.
+REPLICA_HEADER = b"x-tailrace-replica"
+DEFAULT_CHARS_PER_TOKEN = 4.0
+_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+def run_load(
+    url: str,
+    table: RequestTable,
+    *,
+    api: Api = "completions",
+    model: str | None = None,
+    chars_per_token: float | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 600.0,
+    stretch: float = 1.0,
+    salt: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> LoadResult:
+    """Send the requests of a table to an OpenAI endpoint and wait until all have ended.
+
+    ``model`` is asked for if not given; so is the length of prompts in tokens (/tokenize) without
+    ``chars_per_token``. ``stretch`` multiplies arrival and think times. ``salt``: other texts with
+    the same sharing. Runs an event loop of its own; inside one, await :func:`load`.
+    """
+    with asyncio.Runner(loop_factory=_fast_loop) as runner:
+        return runner.run(
+            load(
+                url,
+                table,
+                api=api,
+                model=model,
+                chars_per_token=chars_per_token,
+                headers=headers,
+                timeout_s=timeout_s,
+                stretch=stretch,
+                salt=salt,
+                progress=progress,
+            )
+        )
+
+
+async def load(
+    url: str,
+    table: RequestTable,
+    *,
+    api: Api = "completions",
+    model: str | None = None,
+    chars_per_token: float | None = None,
+    headers: Mapping[str, str] | None = None,
+    timeout_s: float = 600.0,
+    stretch: float = 1.0,
+    salt: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> LoadResult:
+    """Do what :func:`run_load` does inside a running event loop."""
+    client = Client(url, dict(headers or {}))
+    try:
+        if model is None:
+            model = await _first_model(client, url)
+        words_per_token, calibration = await _calibrate(client, model, chars_per_token)
+        client.connections = 0
+        writer = PromptWriter(table, words_per_token, salt)
+        run = _Load(client, table, writer, api, model, timeout_s, stretch, salt)
+        await run.run(progress or (lambda _: None))
+    finally:
+        await client.close()
+    return LoadResult(
+        table,
+        run.requests,
+        tuple(run.kinds),
+        tuple(run.labels),
+        client.connections,
+        words_per_token,
+        calibration,
+    )
+
+
+class _Load:
+    """The state of a load under way."""
+
+    def __init__(
+        self,
+        client: Client,
+        table: RequestTable,
+        writer: PromptWriter,
+        api: Api,
+        model: str,
+        timeout_s: float,
+        stretch: float,
+        salt: int,
+    ) -> None:
+        self._client, self._table, self._writer = client, table, writer
+        self._api, self._path = api, _PATHS[api]
+        self._timeout_s, self._stretch, self._salt = timeout_s, stretch, salt
+        options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        options |= {"temperature": 0, "model": model}
+        self._options = orjson.dumps(options)[1:]
+        self.requests = np.zeros(len(table), LOAD_REQUEST)
+        for name in ("due_s", "sent_s", "first_s", "last_s", "ended_s"):
+            self.requests[name] = np.nan
+        for name in ("failure", "replica", "prompt_tokens", "output_tokens", "cached_tokens"):
+            self.requests[name] = -1
+        self.kinds: dict[str, int] = {}
+        self.labels: dict[str, int] = {}
+        parents = table.rows["parent"]
+        self._child = {int(parents[row]): int(row) for row in np.flatnonzero(parents >= 0)}
+        self._due = [
+            (float(table.rows["arrival_s"][row]) * stretch, int(row))
+            for row in np.flatnonzero(parents < 0)
+        ]
+        heapq.heapify(self._due)
+        self._so_far: dict[int, Spoken] = {}
+        self._under_way: dict[int, _Asking] = {}
+        self._left = len(table)
+        self._over = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._start_s = time.monotonic()
+
+    def now(self) -> float:
+        """Real seconds since the start."""
+        return time.monotonic() - self._start_s
+
+    async def run(self, progress: Callable[[int], None]) -> None:
+        """Send everything and wait for the end."""
+        self._start_s = time.monotonic()
+        self._send_due()
+        try:
+            while self._left:
+                try:
+                    await asyncio.wait_for(self._over.wait(), TICK_S)
+                except TimeoutError:
+                    self._give_up_late()
+                progress(len(self._table) - self._left)
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _send_due(self) -> None:
+        """Send what is due, and come back for the next."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        while self._due and self._due[0][0] <= self.now() + EARLY_S:
+            due_s, row = heapq.heappop(self._due)
+            self._send(row, due_s)
+        if self._due:
+            delay_s = max(self._due[0][0] - self.now(), 0.0)
+            step_s = math.ceil((delay_s - EARLY_S) * 1e3) * 1e-3
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(step_s, 0.0), self._send_due)
+
+    def _send(self, row: int, due_s: float) -> None:
+        prompt = self._writer.write(row, self._so_far.pop(row, None))
+        body = self._body(row, prompt)
+        asking = _Asking(self, row, prompt if row in self._child else None)
+        record = self.requests[row]
+        record["due_s"] = due_s
+        record["sent_s"] = self.now()
+        self._under_way[row] = asking
+        asking.sending = self._client.send("POST", self._path, body, asking, self._headers(row))
+
+    def _body(self, row: int, prompt: Prompt) -> bytes:
+        if self._api == "chat":
+            asked = b'"messages":%b' % prompt.messages()
+        else:
+            asked = b'"prompt":"%b"' % prompt.text()
+        output = int(self._table.rows["output_tokens"][row])
+        return b'{%b,"max_tokens":%d,%b' % (asked, output, self._options)
+
+    def _headers(self, row: int) -> str:
+        """What Tailrace's router reads of a request beside its body; others ignore it."""
+        about = self._table.rows[row]
+        lines = f"x-slo-ttft-ms: {about['ttft_slo_s'] * 1e3:g}\r\n"
+        if about["session"] >= 0:
+            lines += f"x-session-id: {self._salt}-{about['session']}\r\n"
+        if about["priority"]:
+            lines += f"x-priority: {-about['priority']}\r\n"  # there the lower number is first
+        return lines
+
+    def settle(self, asking: "_Asking", failure: str | None) -> None:
+        """A request is over: enter it, and plan its follow-up."""
+        row, answer, now = asking.row, asking.answer, self.now()
+        del self._under_way[row]
+        record = self.requests[row]
+        record["ended_s"] = now
+        record["status"] = FINISHED if failure is None else FAILED
+        if failure is not None:
+            record["failure"] = self.kinds.setdefault(failure, len(self.kinds))
+        if asking.replica is not None:
+            record["replica"] = self.labels.setdefault(asking.replica, len(self.labels))
+        if answer.first_s is not None:
+            record["first_s"], record["last_s"] = answer.first_s, answer.last_s
+            record["output_tokens"] = answer.tokens
+        for name, known in (
+            ("prompt_tokens", answer.prompt_tokens),
+            ("cached_tokens", answer.cached_tokens),
+        ):
+            if known is not None:
+                record[name] = known
+        self._left -= 1
+        child = self._child.get(row)
+        if child is not None:
+            if failure is None and asking.prompt is not None:
+                text = orjson.dumps(answer.text)[1:-1]
+                self._so_far[child] = spoken(asking.prompt, text, answer.tokens)
+            think_s = float(self._table.rows["think_s"][child]) * self._stretch
+            heapq.heappush(self._due, (now + think_s, child))
+            if self._due[0][1] == child:
+                self._send_due()
+        if self._left == 0:
+            self._over.set()
+
+    def _give_up_late(self) -> None:
+        latest = self.now() - self._timeout_s
+        for row, asking in list(self._under_way.items()):
+            if self.requests["sent_s"][row] < latest and asking.sending is not None:
+                asking.sending.give_up("timeout")
+
+
+class _Asking:
+    """One request of the load: an exchange of the client."""
+
+    __slots__ = ("_load", "answer", "body", "prompt", "replica", "row", "sending")
+
+    def __init__(self, load: _Load, row: int, prompt: Prompt | None) -> None:
+        self._load = load
+        self.row = row
+        self.prompt = prompt
+        self.answer = Answer(load.now, keep_text=prompt is not None)
+        self.body = self.answer.feed
+        self.sending: Sending | None = None
+        self.replica: str | None = None
+
+    def head(self, code: int, headers: dict[bytes, bytes]) -> None:
+        """The head has come."""
+        self.answer.code = code
+        label = headers.get(REPLICA_HEADER)
+        if label is not None:
+            self.replica = label.decode("latin-1")
+
+    def ended(self) -> None:
+        """The response is complete."""
+        self._load.settle(self, self.answer.failure())
+
+    def failed(self, kind: str) -> None:
+        """There will be no complete response."""
+        self._load.settle(self, kind)
+
+
+async def _first_model(client: Client, url: str) -> str:
+    try:
+        code, body = await client.fetch("GET", "/v1/models")
+    except (ConnectionError, TimeoutError) as error:
+        raise TailraceError(
+            f"no answer from {url} ({error or 'timeout'}): is it running?"
+        ) from None
+    try:
+        return str(orjson.loads(body)["data"][0]["id"])
+    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
+        raise TailraceError(
+            f"{url} does not say which models it has (/v1/models: HTTP {code}); give --model"
+        ) from None
+
+
+async def _calibrate(
+    client: Client, model: str, chars_per_token: float | None
+) -> tuple[float, str]:
+    """Return words per token of the server, and where that comes from."""
+    chars_per_word = tokenizer.TOKEN_BYTES
+    if chars_per_token is not None:
+        return chars_per_token / chars_per_word, "chars_per_token"
+    text = tokenizer.words(0, 0, SAMPLE_WORDS).decode()
+    body = orjson.dumps({"model": model, "prompt": text, "add_special_tokens": False})
+    try:
+        code, reply = await client.fetch("POST", "/tokenize", body)
+        count = int(orjson.loads(reply)["count"]) if code == 200 else 0
+    except (ConnectionError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        count = 0
+    if count > 0:
+        return SAMPLE_WORDS / count, "/tokenize"
+    return DEFAULT_CHARS_PER_TOKEN / chars_per_word, "assumed"
+
+
+def _fast_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # slower, but it works
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

@@ -1,0 +1,188 @@
+"""``tailrace emulate``: local servers that behave like vLLM and take the time of the cost model."""
+
+import asyncio
+import gc
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tailrace.cli import console, names
+from tailrace.cli.options import (
+    OUTPUT,
+    SEED,
+    SectionedCommand,
+    SectionOption,
+    section_options,
+    take_scenario,
+)
+from tailrace.config import Cluster, Replica
+from tailrace.errors import TailraceError
+
+if TYPE_CHECKING:
+    from tailrace.emulate.emulator import Emulator
+
+_PORT = click.IntRange(0, 65_535)
+
+
+def _replica_options(function: Any) -> Any:
+    title = "Replicas (of every kind; --speeds for different ones)"
+    return section_options(function, title, "replica", Replica)
+
+
+@click.command("emulate", cls=SectionedCommand)
+@click.option(
+    "--scenario", metavar="NAME", cls=SectionOption, shell_complete=names.scenarios,
+    help="The cluster of a shipped scenario (see `tailrace scenarios`).",
+)  # fmt: skip
+@click.option(
+    "--cluster", "--config", "config", metavar="FILE", cls=SectionOption,
+    type=click.Path(path_type=Path), help="A cluster from a TOML file ([[cluster.replicas]]).",
+)  # fmt: skip
+@click.option(
+    "--speeds", metavar="A,B,...", cls=SectionOption,
+    help="One replica for each of these relative speeds, e.g. 1.5,1,1,0.6.",
+)  # fmt: skip
+@_replica_options
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, cls=SectionOption,
+    help="Address to listen on.",
+)  # fmt: skip
+@click.option(
+    "--port", type=_PORT, default=8001, show_default=True, cls=SectionOption,
+    help="Port of the first replica, the others follow; 0: any free ports.",
+)  # fmt: skip
+@click.option(
+    "--time-scale", type=click.FloatRange(1e-3, 1e3), default=1.0, show_default=True,
+    cls=SectionOption, help="Real seconds per emulated second: 0.1 is ten times as fast.",
+)  # fmt: skip
+@click.option(
+    "--model", default="emulated", show_default=True, cls=SectionOption,
+    help="Name of the model that is served.",
+)  # fmt: skip
+@click.option(
+    "--max-model-len", type=click.IntRange(2), cls=SectionOption,
+    help="Most tokens of prompt and answer; default: what the KV cache holds.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=SEED, default=0, show_default=True, cls=SectionOption,
+    help="Seed of answers and of lengths nobody asked for.",
+)  # fmt: skip
+@click.option(
+    "--faults", is_flag=True, cls=SectionOption,
+    help="Open an admin port through which replicas can be made to fail.",
+)  # fmt: skip
+@click.option(
+    "--admin-port", type=_PORT, default=0, show_default=True, cls=SectionOption,
+    help="Port of --faults; 0: any free port.",
+)  # fmt: skip
+@click.option(
+    "--old-metric-names", is_flag=True, cls=SectionOption,
+    help="Call the KV gauge vllm:gpu_cache_usage_perc, as old servers do.",
+)  # fmt: skip
+@click.option(
+    "--duration", type=click.FloatRange(0), metavar="S", cls=SectionOption,
+    help="Stop after so many seconds; default: on Ctrl-C.",
+)  # fmt: skip
+@click.option(
+    "--json", "as_json", is_flag=True, cls=SectionOption, section=OUTPUT,
+    help="Print the addresses as one line of JSON.",
+)  # fmt: skip
+def command(
+    speeds: str | None,
+    host: str,
+    port: int,
+    time_scale: float,
+    model: str,
+    max_model_len: int | None,
+    seed: int,
+    faults: bool,
+    admin_port: int,
+    old_metric_names: bool,
+    duration: float | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    """Run emulated vLLM servers until Ctrl-C."""
+    console.need("httptools", "orjson", "uvloop", "xxhash", extra="serve", what="tailrace emulate")
+    cluster = take_scenario(settings | {"assignments": ()}).cluster
+    if speeds is not None:
+        cluster = _with_speeds(cluster, speeds)
+    from tailrace.emulate.emulator import Emulator
+    from tailrace.emulate.metrics import LAG_S
+
+    if port and port + cluster.size - 1 > 65_535:
+        raise TailraceError(f"{cluster.size} replicas need ports up to {port + cluster.size - 1}")
+    emulator = Emulator(
+        cluster,
+        host=host,
+        port=port,
+        time_scale=time_scale,
+        model=model,
+        max_tokens=max_model_len,
+        seed=seed,
+        faults=faults,
+        admin_port=admin_port,
+        old_metric_names=old_metric_names,
+    )
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(emulator, duration, as_json))
+    meters = [replica.meter for replica in emulator.replicas]
+    if any(meter.is_lagging for meter in meters):
+        worst_s = max(meter.worst_lag_s for meter in meters)
+        click.echo(
+            "note: this machine was too busy for the emulated servers: of some, one iteration in a "
+            f"hundred ended more than {LAG_S * 1e3:g} ms late, and the worst {worst_s:.3f} s",
+            err=True,
+        )
+
+
+async def _serve(emulator: "Emulator", duration_s: float | None, as_json: bool) -> None:
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, over.set)
+    async with emulator:
+        gc.collect()
+        gc.freeze()  # a collection of all that was imported would hold up iterations
+        _announce(emulator, as_json)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), duration_s)
+
+
+def _announce(emulator: "Emulator", as_json: bool) -> None:
+    """Say where the replicas are."""
+    if as_json:
+        import orjson
+
+        about = {"urls": emulator.urls, "admin_url": emulator.admin_url}
+        click.echo(orjson.dumps(about).decode())
+    else:
+        for replica, url in zip(emulator.replicas, emulator.urls, strict=True):
+            config = replica.config
+            click.echo(f"replica {replica.number}  {url}  {config.device}, speed {config.speed:g}")
+        if emulator.admin_url is not None:
+            click.echo(f"faults     {emulator.admin_url}")
+        click.echo("Ctrl-C stops them.", err=True)
+    sys.stdout.flush()
+
+
+def _with_speeds(cluster: Cluster, text: str) -> Cluster:
+    """Return a cluster with one replica, of its first kind, for each of the speeds."""
+    kind = cluster.replicas[0].model_dump(exclude={"count", "speed"})
+    speeds: list[float] = []
+    for part in text.split(","):
+        try:
+            speeds.append(float(part))
+        except ValueError:
+            raise TailraceError(
+                f"--speeds takes numbers with commas between them, got '{text}'"
+            ) from None
+    from tailrace.config import parse
+
+    return parse(Cluster, {"replicas": [{**kind, "speed": speed} for speed in speeds]})

@@ -115,6 +115,33 @@ def test_settings_win_over_the_file_which_wins_over_the_preset(run, tiny, tmp_pa
     assert [row["phase"] for row in log(tmp_path / "run")] == ["clone", "ppo"]
 
 
+@pytest.mark.compiled
+def test_fine_tuning_on_a_cluster_and_requests_of_ones_own(run, tiny, tmp_path):
+    run("train", *tiny, "-o", "general", "-q")
+    run("workload", "write", "chat", "--requests", 400, "--rate", 12, "--out", "mine.parquet")
+    (tmp_path / "mine.toml").write_text("[[cluster.replicas]]\ncount = 3\nspeed = 0.7\n")
+    tuned = (
+        "train", "--config", tmp_path / "tiny.toml", "--from", "general/best.tailrace",
+        "--cluster", "mine.toml", "--workload", "mine.parquet", "-j", 1, "-q",
+    )  # fmt: skip
+    run(*tuned, "-o", "tuned", "--set", "demonstrations.rounds=0", "--set", "network={}")
+    given = json.loads((tmp_path / "tuned" / "settings.json").read_text())
+    assert given["network"]["hidden"] == 8  # that of the policy it started from
+    (scenario,) = given["scenarios"]
+    assert scenario["cluster"]["replicas"][0]["speed"] == 0.7
+    assert scenario["workload"]["name"] == str(tmp_path / "mine.parquet")
+    # The policy it started from was judged too: the best is never worse than that.
+    start, best = (checkpoint.load(tmp_path / n / "best.tailrace") for n in ("general", "tuned"))
+    moved = {k for k, v in best.tensors.items() if (v != start.tensors[k]).any()}
+    assert moved or best.about["training"]["step"] == -1
+    assert [row["phase"] for row in log(tmp_path / "tuned")] == ["branching"] * 2
+    same = run(*tuned, "-o", "again", "--set", "demonstrations.rounds=0")
+    assert same.exit_code == 0
+    assert (tmp_path / "tuned" / "last.tailrace").read_bytes() == (
+        tmp_path / "again" / "last.tailrace"
+    ).read_bytes()
+
+
 # ---- Ctrl-C -------------------------------------------------------------------------------------
 
 
@@ -191,6 +218,14 @@ def test_ctrl_c_before_the_first_step(run, tiny, monkeypatch):
         (["--set", "demonstrations.teachers={oracle=1}"], "unknown teacher 'oracle'"),
         (["--set", "evaluation.rules=['rr']"], "unknown rule 'rr'"),
         (["--set", "reward.e2e=1"], "needs method = 'ppo'"),
+        (
+            ["--from", "round_robin", "--scenario", "demo"],
+            "training can start from a trained policy only",
+        ),
+        (["--from", "tailrace", "--preset", "quick"], "set demonstrations.rounds=0"),
+        (["--cluster", "none.toml"], "cannot read none.toml"),
+        (["--workload", "caht"], "caht"),
+        (["--workload", "chat", "--scenario", "demo"], "both say what to train on"),
         (["--seed", "900"], "900 is not in the range 0<=x<=899"),
         (["--updates", "-1"], "-1 is not in the range"),
         (["-j", "0"], "0 is not in the range"),

@@ -16,6 +16,7 @@ from tailrace.cli.options import (
     json_option,
     quiet_option,
 )
+from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 
 
@@ -23,7 +24,7 @@ from tailrace.errors import TailraceError
 @click.option(
     "--preset", metavar="NAME", cls=SectionOption,
     help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores) or full (the "
-    "general policy, under 2 hours). [default: quick]",
+    "general policy, under 2 hours) or finetune (with --from). [default: quick]",
 )  # fmt: skip
 @click.option(
     "--config", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
@@ -32,6 +33,19 @@ from tailrace.errors import TailraceError
 @click.option(
     "--scenario", "scenarios", metavar="NAME", multiple=True, cls=SectionOption,
     help="Scenario to train on, by name or file, instead of the preset's; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--from", "start", metavar="POLICY", cls=SectionOption,
+    help="Fine-tune a trained policy (tailrace, or a .tailrace file) instead of starting from "
+    "nothing; the preset is then finetune.",
+)  # fmt: skip
+@click.option(
+    "--cluster", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
+    help="Train on the cluster of a TOML file (see `tailrace calibrate`), instead of scenarios.",
+)  # fmt: skip
+@click.option(
+    "--workload", metavar="NAME", cls=SectionOption,
+    help="Train on this workload, by name or a file of requests, instead of scenarios.",
 )  # fmt: skip
 @click.option(
     "--seed", type=click.IntRange(0, 899), cls=SectionOption, metavar="N",
@@ -61,6 +75,9 @@ def command(
     preset: str | None,
     config: Path | None,
     scenarios: tuple[str, ...],
+    start: str | None,
+    cluster: Path | None,
+    workload: str | None,
     seed: int | None,
     updates: int | None,
     assignments: tuple[str, ...],
@@ -75,11 +92,17 @@ def command(
     The run's folder holds best.tailrace, every checkpoint, log.csv and TensorBoard files. Ctrl-C
     leaves all of them usable.
     """
-    asked = (preset, config, scenarios or None, seed, updates, assignments or None, output)
+    own = cluster is not None or workload is not None
+    asked = (
+        preset, config, scenarios or None, start, cluster, workload, seed, updates,
+        assignments or None, output,
+    )  # fmt: skip
     if resume is not None and any(value is not None for value in asked):
         raise TailraceError(
             "--resume goes on with a run as it was begun; it takes no other settings but --jobs"
         )
+    if own and scenarios:
+        raise TailraceError("--scenario and --cluster or --workload both say what to train on")
     console.need("torch", "tensorboard", "gymnasium", extra="train", what="training")
     from tailrace.learn import settings as s
     from tailrace.learn.trainer import Trainer
@@ -92,7 +115,11 @@ def command(
         over: dict[str, Any] = {}
         if config is not None and preset is not None:
             over = s.read(config)
-        data = s.read(preset or config or "quick")
+        data = s.read(preset or config or ("finetune" if start else "quick"))
+        if start is not None:
+            over["start"] = start
+        if own:
+            over |= {"scenarios": [_own_scenario(cluster, workload)], "randomise": None}
         if scenarios:
             over |= {"scenarios": list(scenarios), "randomise": None}
         over |= {k: v for k, v in (("seed", seed), ("updates", updates)) if v is not None}
@@ -115,6 +142,19 @@ def command(
         console.print_json(outcome)
     else:
         print_outcome(console.stdout(), folder, outcome)
+
+
+def _own_scenario(cluster: Path | None, workload: str | None) -> Scenario:
+    """Return the scenario of a file's cluster and a workload."""
+    from tailrace import scenario as scenarios
+    from tailrace.config import load_toml
+
+    data: dict[str, Any] = {"name": "own"} | (load_toml(cluster) if cluster is not None else {})
+    if workload is not None:
+        is_file = scenarios.is_request_file(workload)
+        name = str(Path(workload).resolve()) if is_file else workload
+        data["workload"] = {**data.get("workload", {}), "name": name}
+    return scenarios.build(data)
 
 
 def stopped(folder: Path) -> str:

@@ -87,7 +87,7 @@ class Plan:
             return Source(self.scenarios, self.distribution)
         chosen = self.scenarios
         if stage.scenarios:
-            names = self.settings.scenarios
+            names = self.settings.scenario_names
             pairs = zip(names, self.scenarios, strict=True)
             chosen = tuple(scenario for name, scenario in pairs if name in stage.scenarios)
         return Source(chosen, self.distribution, stage.load)
@@ -159,8 +159,9 @@ class Plan:
         return worlds
 
 
-def _load(name: str) -> Scenario:
-    scenario = scenarios.with_capacity(scenarios.load(name))
+def _load(named: str | Scenario) -> Scenario:
+    given = scenarios.load(named) if isinstance(named, str) else named
+    scenario = scenarios.with_capacity(given)
     reason = why_not_compiled(scenario.cluster)
     if reason is not None:
         raise TailraceError(f"cannot train on {scenario.name}: {reason}")

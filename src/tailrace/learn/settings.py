@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from tailrace import config
-from tailrace.config import Positive, Settings, load_toml
+from tailrace.config import Positive, Scenario, Settings, load_toml
 from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.learn.distribution import Randomisation, Share
@@ -191,8 +191,10 @@ class TrainSettings(Settings):
     """Name of the preset or of the run."""
     seed: int = Field(default=0, ge=0, lt=MAX_RUNS)
     """Number of the run: weights, traffic and choices follow from it."""
-    scenarios: tuple[str, ...] = ()
-    """Scenarios to train on, by name or file."""
+    start: str = ""
+    """Trained policy to start from, by name or file; its network is kept. Empty: random weights."""
+    scenarios: tuple[str | Scenario, ...] = ()
+    """Scenarios to train on, by name or file, or written out."""
     randomise: Randomisation | None = None
     """Train on randomised worlds, besides the scenarios or instead of them."""
     network: NetworkConfig = NetworkConfig()
@@ -208,6 +210,11 @@ class TrainSettings(Settings):
     curriculum: tuple[Stage, ...] = ()
     evaluation: EvaluationSettings = EvaluationSettings()
     safety: SafetySettings = SafetySettings()
+
+    @property
+    def scenario_names(self) -> tuple[str, ...]:
+        """Scenarios as stages of the curriculum call them."""
+        return tuple(s if isinstance(s, str) else s.name for s in self.scenarios)
 
     @property
     def steps(self) -> int:
@@ -258,7 +265,7 @@ class TrainSettings(Settings):
             raise ValueError("branching.shortest_s is above branching.longest_s")
         for stage in self.curriculum:
             for name in stage.scenarios:
-                if name not in self.scenarios:
+                if name not in self.scenario_names:
                     raise ValueError(
                         f"stage {stage.name} names '{name}', which the run does not have"
                     )

@@ -25,8 +25,9 @@ from tailrace.learn.settings import ROLLOUT_TASKS, TrainSettings
 from tailrace.learn.validation import Validation, Verdict
 from tailrace.learn.worlds import Driver, label
 from tailrace.parallel import Crew
-from tailrace.policy import checkpoint
+from tailrace.policy import checkpoint, registry
 from tailrace.policy.architecture import pack
+from tailrace.policy.learned import LearnedPolicy
 from tailrace.policy.network import Network
 from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.seeds import generator
@@ -111,12 +112,17 @@ class Trainer:
             self.progress = self._progress(numbers)
         else:
             self.folder.check_free()
+        start = _start(settings) if settings.start and not arrays else None
+        if start is not None:
+            settings = settings.model_copy(update={"network": start.config})
         self.settings = settings
         self._fresh = not arrays
         torch.set_num_threads(TORCH_THREADS)
         torch.use_deterministic_algorithms(True)
         torch.manual_seed(self._seed("weights"))
         self.network = Network(settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
+        if start is not None:
+            self.network.load_tensors(start.tensors)
         self.watcher.phase("preparing")
         self.plan = Plan(settings, self.progress.capacities)
         self.progress.capacities = list(self.plan.capacities)
@@ -152,6 +158,8 @@ class Trainer:
                 self.progress.rule_costs = {
                     rule: list(costs) for rule, costs in self.validation.rule_costs.items()
                 }
+            if self.settings.start and self.progress.best_score is None:
+                self._evaluate(-1)  # what it starts from may be the best there is
             while self.progress.step < self.settings.steps:
                 self._step(started)
             return self._finish()
@@ -358,7 +366,7 @@ class Trainer:
         """Refuse to go on with scenarios that have changed since the run began."""
         now = [sha256(s.model_dump_json().encode()).hexdigest() for s in self.plan.scenarios]
         began_with = self.progress.scenarios or now
-        for name, digest, before in zip(self.settings.scenarios, now, began_with, strict=True):
+        for name, digest, before in zip(self.settings.scenario_names, now, began_with, strict=True):
             if digest != before:
                 raise TailraceError(
                     f"scenario {name} has changed since the run began, and a run goes on as it was "
@@ -390,3 +398,18 @@ class Trainer:
     def _seed(self, stream: str, number: int = 0) -> int:
         rng = generator(self.settings.seed, f"{stream}-{number}")
         return int(rng.integers(2**62))
+
+
+def _start(settings: TrainSettings) -> LearnedPolicy:
+    """Return the policy a run starts from."""
+    policy = registry.get(settings.start)
+    if not isinstance(policy, LearnedPolicy):
+        raise TailraceError(
+            f"training can start from a trained policy only, and {settings.start} is none; "
+            "name `tailrace` or a .tailrace file"
+        )
+    if settings.demonstrations.rounds:
+        raise TailraceError(
+            "cloning would make a started policy forget what it knows: set demonstrations.rounds=0"
+        )
+    return policy

@@ -11,12 +11,13 @@ PYTEST := $(BIN)/python -m pytest
 FOLDER ?= tests/data/parity
 DEMO := runs/demo
 EVALUATION := build/evaluation
+VIDUR := .venv-vidur
 RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types test-interpreted test-bounds test-browser coverage bench evaluate parity report clean
+.PHONY: help demo test check format lint types test-interpreted test-bounds test-browser test-vidur coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -62,9 +63,17 @@ evaluate: $(STAMP) ## the trained policy on both suites against all opponents (t
 	for suite in standard holdout; do cp $(EVALUATION)/$$suite/results.json docs/results/$$suite.json; done
 	$(BIN)/python docs/headline.py
 
-test-browser: $(STAMP) ## the report in headless Chromium: desktop and phone, light and dark
+$(VIDUR)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VIDUR)
+	$(VIDUR)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[vidur]' 'pytest>=8.2,<10'
+	@touch $@
+
+test-vidur: $(VIDUR)/.installed ## policies inside the real Vidur, and its times against ours
+	$(VIDUR)/bin/python -m pytest -m vidur tests/vidur
+
+test-browser: $(STAMP) ## the report and the status page in headless Chromium: desktop and phone, light and dark
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
-	$(PYTEST) -m browser tests/report
+	$(PYTEST) -m browser tests/report tests/router
 
 coverage: $(STAMP) ## coverage of the whole suite: once compiled, once interpreted
 	$(PYTEST) -n $(WORKERS) --cov --cov-report=

@@ -14,19 +14,6 @@ SCENARIOS = ("uniform-chat-80", "scale-2", "scale-8")
 REQUESTS = 240
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "browser: needs Chromium and playwright, see `make help`")
-
-
-def pytest_collection_modifyitems(config, items):
-    """Leave tests in a browser out unless they are asked for."""
-    if "browser" in config.option.markexpr:
-        return
-    kept = [item for item in items if item.get_closest_marker("browser") is None]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
-
-
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """A results folder with a trained policy under test; not to be changed."""

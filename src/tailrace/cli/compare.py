@@ -1,7 +1,8 @@
 """``tailrace compare``: many policies on identical arrivals."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -18,10 +19,31 @@ from tailrace.cli.options import (
     warmup_option,
 )
 
+if TYPE_CHECKING:
+    from tailrace.config import Scenario
+
+F = TypeVar("F", bound=Callable[..., Any])
+
 ALL = "all"
+SIM, VIDUR = "sim", "vidur"
+
+
+def vidur_engine(function: F) -> F:
+    """Let ``--engine``, which is made from the settings, name the real Vidur as well."""
+    params: list[click.Parameter] = function.__click_params__  # type: ignore[attr-defined]
+    option = next(p for p in params if p.name == "engine__engine")
+    assert isinstance(option, click.Option)
+    assert isinstance(option.type, click.Choice)
+    option.type = click.Choice([*option.type.choices, SIM, VIDUR])
+    option.help = (
+        f"{option.help} sim is the same as auto; vidur is the real package "
+        "(needs tailrace[vidur]; slow, so at most 500 requests unless --requests is given)."
+    )
+    return function
 
 
 @click.command("compare", cls=SectionedCommand)
+@vidur_engine
 @scenario_options
 @click.option(
     "-p", "--policy", "policies", multiple=True, cls=SectionOption, shell_complete=names.policies,
@@ -61,6 +83,10 @@ def command(
     **settings: Any,
 ) -> None:
     """Run many policies on the same requests, and rank them by cost."""
+    engine = settings["engine__engine"]
+    if engine in (SIM, VIDUR):
+        settings["engine__engine"] = None
+    few = engine == VIDUR and settings["workload__requests"] is None
     scenario = take_scenario(settings)
     from tailrace import scenario as scenarios
     from tailrace.evaluate.compare import compare
@@ -70,11 +96,20 @@ def command(
     from tailrace.output.tables import print_comparison
     from tailrace.seeds import Purpose, seeds
 
+    notes: list[str] = []
+    if engine == VIDUR:
+        from tailrace.vidur import compare as in_vidur
+
+        scenario, notes = _for_vidur(scenario, few)
+        compare, policy_for = in_vidur.compare, in_vidur.vidur_policy
     chosen: list[str] = []
     left_out: list[str] = []
     for name in policies or (ALL,):
         if name == ALL:
-            builtin, left_out = default_policies(scenario)
+            if engine == VIDUR:
+                builtin, left_out = in_vidur.default_policies()
+            else:
+                builtin, left_out = default_policies(scenario)
             chosen += builtin
         else:
             chosen.append(name)
@@ -88,7 +123,10 @@ def command(
     else:
         numbers = list(range(first_seed, first_seed + seed_count))
     if left_out:
-        click.echo(f"left out on the reference engine: {', '.join(left_out)}", err=True)
+        where = "in vidur" if engine == VIDUR else "on the reference engine"
+        notes.append(f"left out {where}: {', '.join(left_out)}")
+    for note in notes:
+        click.echo(note, err=True)
     show = not (as_json or quiet)
     with console.progress("measuring capacity", enabled=show):
         scenario = scenarios.with_capacity(scenario)
@@ -103,3 +141,18 @@ def command(
         console.print_json(comparison)
     else:
         print_comparison(console.stdout(), comparison)
+
+
+def _for_vidur(scenario: "Scenario", few: bool) -> "tuple[Scenario, list[str]]":
+    """Return the scenario as Vidur can play it, and what was changed; ``few``: requests."""
+    from tailrace.vidur import require
+    from tailrace.vidur.compare import DEFAULT_REQUESTS
+    from tailrace.vidur.limits import nearest
+
+    require()
+    scenario, notes = nearest(scenario)
+    if few and scenario.workload.requests > DEFAULT_REQUESTS:
+        workload = scenario.workload.model_copy(update={"requests": DEFAULT_REQUESTS})
+        scenario = scenario.model_copy(update={"workload": workload})
+        notes = [*notes, f"vidur is slow: {DEFAULT_REQUESTS} requests; --requests gives more"]
+    return scenario, notes

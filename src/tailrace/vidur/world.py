@@ -1,0 +1,175 @@
+"""Real Vidur decision by decision: reset, step, and the cost that accrued in between.
+
+Vidur's event loop is driven from outside: it stands still at every routing decision until somebody
+has chosen. The view, the observation and the accounts are those of the simulator's environments
+(policy/view.py, policy/observation.py, sim/accounts.py). Imports Vidur.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace import scenario as scenarios
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.evaluate.runner import traffic
+from tailrace.policy.observation import observe
+from tailrace.policy.view import View
+from tailrace.sim import accounts, engine
+from tailrace.sim.build import build_tables
+from tailrace.sim.fleet import Step, begin, new_step
+from tailrace.sim.result import SimResult
+from tailrace.sim.types import CLUSTER, REQUEST_STATE
+from tailrace.vidur.limits import nearest
+from tailrace.vidur.router import Watcher
+from tailrace.vidur.simulation import TableSimulator, prepare
+from tailrace.workload.table import RequestTable
+
+
+class Book(Watcher):
+    """What the requests of a run have cost so far; see sim/accounts.py. Times in s."""
+
+    def __init__(self, table: RequestTable, scenario: Scenario, seed: int) -> None:
+        self._facts = build_tables([table], (), scenario.router, seed).facts[0]
+        self._cluster: Any = np.zeros(1, CLUSTER)[0]
+        self._cluster["deadline_next"] = self._cluster["deadline_last"] = -1
+        self._cluster["soft_centre"], self._cluster["soft_scale"] = 1.0, 0.1
+        self._cluster["early_share"], self._cluster["late_share"] = 0.5, 1.0
+        self._requests = np.zeros(len(table), REQUEST_STATE)
+        self._requests["early"] = self._requests["late"] = -1
+
+    @property
+    def ended_at(self) -> float:
+        """When the last request ended."""
+        return float(self._cluster["ended_at"])
+
+    def arrived(self, number: int, at: float) -> None:
+        """A request has come to the router."""
+        self._requests[number]["arrived"] = at
+        accounts.arrived(self._cluster, self._requests, self._facts, number)
+
+    def first_token(self, number: int, now: float) -> None:
+        """Its first token has come."""
+        self._requests[number]["first"] = now
+        accounts.answered(self._cluster, self._requests, self._facts, number)
+
+    def finished(self, number: int, now: float) -> None:
+        """It is complete."""
+        self._requests[number]["done"] = now
+        accounts.ended(self._cluster, self._requests, self._facts, number, False)
+
+    def read(self, now: float, terms: NDArray[np.float64]) -> None:
+        """Fill ``terms`` [accounts.N_TERMS] with what has accrued by ``now``."""
+        accounts.read(self._cluster, self._requests, now, terms)
+
+
+class VidurWorld:
+    """A scenario in real Vidur, to be played by whoever chooses the replicas.
+
+    >>> world = VidurWorld("uniform-chat-80", requests=200)
+    >>> view, done = world.reset(seed), False
+    >>> while not done:
+    ...     view, cost_s, done = world.step(choose(view))
+
+    The costs of an episode add up to the composite cost of its requests. ``out`` shows the decision
+    at hand and the last step as the simulator's environments do, so that their rewards
+    (env/reward.py) can be had of it.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario | str | Path,
+        *,
+        requests: int | None = None,
+        rate: float | None = None,
+    ) -> None:
+        """Take a scenario, its name or its file.
+
+        ``requests`` per episode and their ``rate`` in requests/s are the scenario's unless given.
+        """
+        if not isinstance(scenario, Scenario):
+            scenario = scenarios.load(scenario)
+        changes = {k: v for k, v in (("requests", requests), ("rate", rate)) if v is not None}
+        workload = scenario.workload.model_copy(update=changes)
+        scenario = scenario.model_copy(update={"workload": workload})
+        self.scenario, self.notes = nearest(scenario)
+        """The scenario as Vidur plays it, and what was changed for that."""
+        self.rate = scenarios.resolve_rate(self.scenario)
+        self.replicas = self.scenario.cluster.size
+        self.out: Step = new_step(1, self.replicas)
+        """[1, ...] the observation of the decision at hand, and what the last step cost."""
+        self._simulator: TableSimulator | None = None
+        self._book: Book | None = None
+        self._view: View | None = None
+
+    def reset(self, seed: int) -> View:
+        """Start an episode with the traffic of a seed; returns the view of its first decision."""
+        table = traffic(self.scenario, self.rate, seed)
+        self._book = Book(table, self.scenario, seed)
+        self._simulator = prepare(
+            self.scenario.cluster, table, router=self.scenario.router, seed=seed
+        )
+        self._simulator.watch(self._book)
+        begin(self.out, 0)
+        self._move_on()
+        assert self._view is not None
+        return self._view
+
+    def step(self, replica: int) -> tuple[View | None, float, bool]:
+        """Send the request at hand to a replica and go on to the next decision.
+
+        Returns its view (live records; None at the end), the composite cost in s that accrued in
+        between, and whether the episode is over; its cost is then counted to its very end.
+        """
+        if self._simulator is None or self._view is None:
+            raise TailraceError("the episode is over or has not begun: call reset()")
+        if not 0 <= replica < self.replicas:
+            raise TailraceError(f"a replica is a number from 0 to {self.replicas - 1}")
+        self._simulator.assign(int(replica))
+        self._move_on()
+        return self._view, float(self.out.cost[0]), self._view is None
+
+    def observation(self) -> dict[str, NDArray[Any]]:
+        """What the router sees, as Tailrace's environments show it; the next step overwrites it."""
+        return {
+            "replicas": self.out.replica_obs[0],
+            "request": self.out.request_obs[0],
+            "mask": self.out.mask[0].view(np.int8),
+        }
+
+    def result(self) -> SimResult:
+        """Return what has happened so far."""
+        if self._simulator is None:
+            raise TailraceError("nothing has happened yet: call reset()")
+        return self._simulator.result()
+
+    def _move_on(self) -> None:
+        assert self._simulator is not None
+        assert self._book is not None
+        view = self._view = self._simulator.next_view()
+        out = self.out
+        if view is None:
+            out.status[0] = engine.OVER
+            now = max(float(out.time_before[0]), self._book.ended_at)
+        else:
+            out.status[0] = engine.NEEDS_DECISION
+            now = float(view.request["now"])
+            self._book.arrived(int(view.request["id"]), float(view.request["arrived_at"]))
+            observe(view, out.replica_obs[0], out.request_obs[0])
+            out.mask[0] = view.replicas["available"] != 0
+        out.spread[0] = _spread(self._simulator.replicas_view["in_flight"])
+        accrued = np.zeros(accounts.N_TERMS)
+        self._book.read(now, accrued)
+        out.terms[0] = accrued - out.terms_before[0]
+        out.terms_before[0] = accrued
+        out.cost[0] = accounts.composite(out.terms[0])
+        out.elapsed_s[0] = now - out.time_before[0]
+        out.time_before[0] = now
+
+
+def _spread(in_flight: NDArray[np.int64]) -> float:
+    """Coefficient of variation of the requests in flight [n], as in sim/fleet.py."""
+    mean = float(in_flight.mean())
+    return float(in_flight.std()) / mean if mean > 0 else 0.0

@@ -260,3 +260,26 @@ def parse(model: type[M], data: dict[str, Any]) -> M:
         return model.model_validate(data)
     except ValidationError as error:
         raise explain(error, model) from None
+
+
+def assign(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set one value by its dotted path; validation later tells whether there is such a setting."""
+    *path, last = key.split(".")
+    target: Any = data
+    for part in path:
+        if isinstance(target, list):
+            target = target[_index(target, part, key)]
+        else:
+            if not isinstance(target.get(part), dict | list):
+                target[part] = {}
+            target = target[part]
+    if isinstance(target, list):
+        target[_index(target, last, key)] = value
+    else:
+        target[last] = value
+
+
+def _index(target: list[Any], part: str, key: str) -> int:
+    if part.isdecimal() and int(part) < len(target):
+        return int(part)
+    raise TailraceError(f"--set {key}: '{part}' must be a number below {len(target)}")

@@ -32,6 +32,7 @@ COMMANDS = (
     "devices",
     "fit",
     "scenarios",
+    "serve",
     "emulate",
     "bench",
     "completion",

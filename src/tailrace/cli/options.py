@@ -17,7 +17,17 @@ from pydantic.fields import FieldInfo
 
 from tailrace import scenario as scenarios
 from tailrace.cli import names
-from tailrace.config import Cluster, Engine, Replica, Router, Scenario, Workload, load_toml, parse
+from tailrace.config import (
+    Cluster,
+    Engine,
+    Replica,
+    Router,
+    Scenario,
+    Workload,
+    assign,
+    load_toml,
+    parse,
+)
 from tailrace.errors import TailraceError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -296,26 +306,3 @@ def assignment(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value.strip()
-
-
-def assign(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set one value by its dotted path; validation later tells whether there is such a setting."""
-    *path, last = key.split(".")
-    target: Any = data
-    for part in path:
-        if isinstance(target, list):
-            target = target[_index(target, part, key)]
-        else:
-            if not isinstance(target.get(part), dict | list):
-                target[part] = {}
-            target = target[part]
-    if isinstance(target, list):
-        target[_index(target, last, key)] = value
-    else:
-        target[last] = value
-
-
-def _index(target: list[Any], part: str, key: str) -> int:
-    if part.isdecimal() and int(part) < len(target):
-        return int(part)
-    raise TailraceError(f"--set {key}: '{part}' must be a number below {len(target)}")

@@ -10,13 +10,12 @@ from tailrace.cli import console
 from tailrace.cli.options import (
     SectionedCommand,
     SectionOption,
-    assign,
     assignment,
     jobs_option,
     json_option,
     quiet_option,
 )
-from tailrace.config import Scenario
+from tailrace.config import Scenario, assign
 from tailrace.errors import TailraceError
 
 

@@ -107,7 +107,7 @@ def write_command(name: str, out: Path, seed: int, as_json: bool, **settings: An
 @click.option("-o", "--out", type=_FILE, required=True, metavar="FILE", help="A .csv or .parquet.")
 @json_option
 def import_command(file: Path, format_name: str, sort: bool, out: Path, as_json: bool) -> None:
-    """Turn a public trace (FILE) into a file of requests."""
+    """Turn a public trace, or a decision log of the live router, (FILE) into a file of requests."""
     from tailrace.workload import traces
 
     _check_target(out)

@@ -1,9 +1,9 @@
 """Files of requests: public trace formats in, our own CSV and Parquet in and out.
 
-The format is found from the content (Parquet's mark, a JSON object, the names in a CSV header) or
-named explicitly. Arrivals must not go backwards. Only Vidur's files may be unsorted, because Vidur
-itself sorts requests by arrival (stably) and its files rely on it; any other unsorted file is
-refused unless ``sort`` is asked for.
+The format is found from the content (Parquet's mark, a JSON object, the names in a CSV header, the
+first line of the live router's decision log) or named explicitly. Arrivals must not go backwards.
+Only Vidur's files may be unsorted, because Vidur itself sorts requests by arrival (stably) and its
+files rely on it; any other unsorted file is refused unless ``sort`` is asked for.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.workload import ownfile, public
+from tailrace.workload import decisionlog, ownfile, public
 from tailrace.workload.draft import reorder
 from tailrace.workload.public import Imported
 from tailrace.workload.sheet import Sheet, header_of, read_parquet, read_text
 from tailrace.workload.table import RequestTable, RowError
 
 AUTO = "auto"
-SUFFIXES = (".csv", ".jsonl", ".json", ".parquet")
+SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".gz")
 
 _CSV_READERS: dict[str, tuple[Callable[[Sheet], Imported], tuple[str, ...]]] = {
     # name: reader, columns by which it is known
@@ -29,7 +29,7 @@ _CSV_READERS: dict[str, tuple[Callable[[Sheet], Imported], tuple[str, ...]]] = {
     "burstgpt": (public.burstgpt, ("Timestamp", "Request tokens", "Response tokens")),
     "csv": (ownfile.parse, ownfile.REQUIRED),
 }
-FORMATS = (*_CSV_READERS, "mooncake", "parquet")
+FORMATS = (*_CSV_READERS, "mooncake", "parquet", "decisions")
 _MAY_BE_UNSORTED = ("vidur",)
 
 
@@ -61,6 +61,8 @@ def read(path: Path | str, format: str = AUTO, *, sort: bool = False) -> Trace: 
         sheet: Sheet | None = None
         if found == "mooncake":
             imported = public.mooncake(path)
+        elif found == "decisions":
+            imported = decisionlog.read(path)
         elif found == "parquet":
             sheet = read_parquet(path)
             imported = ownfile.parse(sheet)
@@ -85,9 +87,13 @@ def write(table: RequestTable, path: Path | str, *, has_arrivals: bool = True) -
 
 
 def detect(path: Path) -> str:
-    """Return the format of a file, from its content."""
+    """Return the format of a file, or of a folder of decision logs, from its content."""
+    if decisionlog.files(path):
+        return "decisions"
     with path.open("rb") as file:
         start = file.read(4096)
+    if decisionlog.is_log(start):
+        return "decisions"
     if start.startswith(b"PAR1"):
         return "parquet"
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):

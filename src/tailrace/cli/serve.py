@@ -1,0 +1,139 @@
+"""``tailrace serve``: the live router in front of servers that speak OpenAI's API."""
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tailrace.cli import console, names
+from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, assignment
+from tailrace.router.settings import is_loopback
+
+if TYPE_CHECKING:
+    from tailrace.router.app import Router
+    from tailrace.router.serve_settings import ServeSettings
+
+_MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
+
+
+@click.command("serve", cls=SectionedCommand)
+@click.option(
+    "-b", "--backend", "backends", multiple=True, metavar="URL", cls=SectionOption,
+    help="A server, e.g. http://10.0.0.1:8000; may be repeated. Takes the place of [[backends]].",
+)  # fmt: skip
+@click.option(
+    "--config", type=click.Path(path_type=Path), metavar="FILE", cls=SectionOption,
+    help="Settings from a TOML file; options win over it. SIGHUP reads it again.",
+)  # fmt: skip
+@click.option(
+    "-p", "--policy", metavar="NAME", cls=SectionOption, shell_complete=names.policies,
+    help="Who chooses: a built-in rule, a .tailrace file or a .py file. [default: tailrace]",
+)  # fmt: skip
+@click.option(
+    "--listen", metavar="HOST:PORT", cls=SectionOption,
+    help="Where clients connect. [default: 127.0.0.1:8080]",
+)  # fmt: skip
+@click.option(
+    "--admin", metavar="HOST:PORT", cls=SectionOption,
+    help="Where /metrics, /status, /backends and /reload are; off: nowhere. "
+    "[default: 127.0.0.1:8081]",
+)  # fmt: skip
+@click.option(
+    "--max-in-flight", type=click.IntRange(1), metavar="N", cls=SectionOption,
+    help="Most requests per replica at once; the others wait, most urgent first. "
+    "[default: no limit]",
+)  # fmt: skip
+@click.option(
+    "--set", "assignments", metavar="KEY=VALUE", multiple=True, cls=SectionOption,
+    help="Any setting by its path, e.g. limits.first_byte_s=60; may be repeated.",
+)  # fmt: skip
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), cls=SectionOption,
+    section=OUTPUT, help="What is logged, as lines of JSON on standard error. [default: info]",
+)  # fmt: skip
+@click.option(
+    "--log-requests", is_flag=True, cls=SectionOption, section=OUTPUT, help="Log every request."
+)
+@click.option(
+    "--check", is_flag=True, cls=SectionOption, section=OUTPUT,
+    help="Check the settings and ask the backends, then end: 0 all answer, 1 some do not.",
+)  # fmt: skip
+def command(config: Path | None, check: bool, **given: Any) -> int:
+    """Route OpenAI requests to the best of several servers.
+
+    Point clients at http://HOST:PORT/v1. Answers carry X-Tailrace-Replica, -Policy and -Reason.
+    SIGTERM ends the router after the requests under way; SIGHUP reads --config again.
+
+    Example: tailrace serve -b http://127.0.0.1:8000 -b http://127.0.0.1:8001
+    """
+    console.need(*_MODULES, extra="serve", what="serve")
+    import uvloop
+
+    from tailrace.router import logs
+    from tailrace.router.app import create
+    from tailrace.router.serve_settings import load
+
+    assignments = [assignment(text) for text in given["assignments"]]
+    overrides = _overrides(given)
+
+    def read() -> "ServeSettings":
+        return load(config, overrides, assignments)
+
+    settings = read()
+    logs.to_stderr(settings.log.level)
+    router = create(settings, load=read if config is not None else None)
+
+    async def main() -> int:
+        try:
+            failing = await router.probe()
+            for target, why in failing:
+                url = target.backend.url
+                click.echo(f"warning: backend {url} does not answer: {why}", err=True)
+            if not check:
+                return await router.run(lambda: _announce(router))
+            size = len(router.plane.present)
+            click.echo(f"{size - len(failing)} of {size} backends answer")
+            return 1 if failing else 0
+        finally:
+            await router.stop()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())
+
+
+def _announce(router: "Router") -> None:
+    host, port = router.listen_at
+    shown = f"[{host}]" if ":" in host else host
+    size = len(router.plane.present)
+    policy = router.plane.chooser.policy.name
+    click.echo(f"routing to {size} backend{'s' * (size > 1)} with policy {policy}")
+    click.echo(f"listening on http://{shown}:{port}/v1")
+    if router.admin_at is not None:
+        host, port = router.admin_at
+        shown = f"[{host}]" if ":" in host else host
+        click.echo(f"status page on http://{shown}:{port}/")
+    if not is_loopback(router.listen_at[0]):
+        click.echo("note: other machines can reach this router", err=True)
+    sys.stdout.flush()
+
+
+def _overrides(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that options gave."""
+    data: dict[str, Any] = {}
+    if given["backends"]:
+        data["backends"] = [{"url": url} for url in given["backends"]]
+    if given["policy"]:
+        data["routing"] = {"policy": given["policy"]}
+    if given["listen"]:
+        data["listen"] = given["listen"]
+    if given["admin"]:
+        data["admin"] = {"listen": given["admin"]}
+    if given["max_in_flight"]:
+        data["admission"] = {"max_in_flight": given["max_in_flight"]}
+    if given["log_level"]:
+        data.setdefault("log", {})["level"] = given["log_level"]
+    if given["log_requests"]:
+        data.setdefault("log", {})["requests"] = True
+    return data

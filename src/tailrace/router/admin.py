@@ -1,0 +1,121 @@
+"""The second listener: metrics, status, drain and reload. It never forwards anything."""
+
+import hmac
+import ipaddress
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
+
+from tailrace.errors import TailraceError
+from tailrace.router.downstream import ClientConnection, Request, error_body
+from tailrace.router.settings import LimitSettings
+
+if TYPE_CHECKING:
+    from tailrace.router.app import Router
+
+JSON = b"application/json"
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+MAX_CONNECTIONS = 256
+
+
+class Answer(NamedTuple):
+    """What a page answers."""
+
+    status: int
+    content_type: bytes
+    body: bytes
+    extra: bytes = b""
+    """Header lines, each ended by CRLF."""
+
+
+class Admin:
+    """Answers on the admin listener."""
+
+    def __init__(self, router: "Router", token: str | None) -> None:
+        self.limits = LimitSettings(body_bytes=65_536)
+        self.now = 0.0
+        self.clients: set[ClientConnection] = set()
+        self.pages: dict[str, Callable[[], Answer]] = {
+            "/health": lambda: Answer(200, JSON, b'{"status":"ok"}'),
+            "/metrics": lambda: Answer(200, TEXT, router.telemetry.render()),
+            "/status": lambda: _json(router.status()),
+            "/backends": lambda: _json(router.status()["replicas"]),
+        }
+        """What GET answers, by path; others may add to it."""
+        self._router = router
+        self._token = token.encode() if token else None
+
+    def opened(self, client: ClientConnection) -> bool:
+        """Take in a client."""
+        self.clients.add(client)
+        return len(self.clients) <= MAX_CONNECTIONS
+
+    def closed(self, client: ClientConnection) -> None:
+        """Forget a client."""
+        self.clients.discard(client)
+
+    def refused(self, status: int, why: str) -> None:
+        """Nothing is counted here."""
+
+    def handle(self, request: Request) -> None:
+        """Answer at once."""
+        status, kind, body, extra = self._answer(request)
+        request.client.answer(request.head, status, body, content_type=kind, extra=extra)
+
+    def _answer(self, request: Request) -> Answer:
+        head = request.head
+        is_page = head.method == b"GET" and request.path == b"/" and "/" in self.pages
+        if is_page and self._token is not None:
+            return self.pages["/"]()  # it holds no data, and asks for the token itself
+        if self._token is not None:
+            given = head.lower.get(b"authorization", b"")
+            if not hmac.compare_digest(given, b"Bearer " + self._token):
+                return _error(401, "the admin listener needs its token")
+        elif not _is_direct(head.lower.get(b"host", b"")):
+            # A page in a browser could reach a local port through a name it controls.
+            return _error(403, "call the admin listener by its address, or set admin.token_env")
+        path = request.path.decode("latin-1")
+        if head.method in (b"GET", b"HEAD"):
+            page = self.pages.get(path)
+            return page() if page is not None else _error(404, f"there is no {path[:80]}")
+        if head.method != b"POST":
+            return _error(405, "GET and POST are served here")
+        if b"origin" in head.lower:
+            return _error(403, "changes are not taken from pages of other origins")
+        return self._change(path)
+
+    def _change(self, path: str) -> Answer:
+        try:
+            if path == "/reload":
+                return _json(self._router.reload())
+            parts = path.strip("/").split("/")
+            if len(parts) == 3 and parts[0] == "backends" and parts[2] in ("drain", "undrain"):
+                return _json(self._router.drain(parts[1], parts[2] == "drain"))
+        except TailraceError as error:
+            return _error(400, str(error))
+        return _error(404, f"there is no {path[:80]}")
+
+
+def _json(value: Any) -> Answer:
+    return Answer(200, JSON, orjson.dumps(value))
+
+
+def _error(status: int, why: str) -> Answer:
+    return Answer(status, JSON, error_body(status, why))
+
+
+def _is_direct(host: bytes) -> bool:
+    """Whether a Host header is an address or localhost, not a name somebody made up."""
+    name = host.decode("latin-1").strip().lower()
+    if name.startswith("["):
+        name = name[1:].partition("]")[0]
+    elif name.count(":") == 1:
+        name = name.partition(":")[0]
+    if name == "localhost" or not name:
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

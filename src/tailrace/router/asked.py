@@ -1,0 +1,243 @@
+"""What a request asks for: one pass over its parsed body, which may be of any shape."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import xxhash
+
+from tailrace.errors import TailraceError
+
+#: Before the role and before the content of a message. A message ends where the next begins, so
+#: that a conversation's text is a prefix of the text of its later turns.
+ROLE, CONTENT = "\x1e", "\x1f"
+#: Between the prompts of a batch.
+NEXT_PROMPT = "\x1d"
+
+_KINDS = {
+    "chat/completions": "chat",
+    "completions": "completion",
+    "embeddings": "embedding",
+    "responses": "response",
+}
+_SESSION_HEADERS = (b"x-session-id", b"session_id", b"session-id")
+_SESSION_FIELDS = ("session_id", "conversation", "user")
+_MAX_PRIORITY = 2**31 - 1
+
+
+class BadRequest(TailraceError):  # noqa: N818
+    """The client's body cannot be read; it deserves status 400 and this sentence."""
+
+
+@dataclass(slots=True)
+class Asked:
+    """What is known of a request before it is routed. ``text`` is never kept or logged."""
+
+    kind: str
+    """chat, completion, embedding, response or other."""
+    model: str = ""
+    """Name of the model; empty if none is given."""
+    text: str | None = None
+    """What will be the prompt, for its length and content only."""
+    token_ids: list[int] | None = None
+    """The prompt, if it is given as token ids."""
+    prompts: int = 1
+    """Prompts in a batched completion or embedding."""
+    max_tokens: int | None = None
+    """Most tokens of the answer."""
+    streams: bool = False
+    """Whether the answer comes token by token."""
+    session: str | None = None
+    """Id of the conversation, from a header or the body."""
+    priority: int = 0
+    """Lower is sooner, as in vLLM."""
+    ttft_slo_s: float | None = None
+    """Target for the time to first token."""
+    answer: tuple[int, int] | None = None
+    """Where in ``text`` the latest earlier answer stands: what is before it was an own prompt."""
+    has_media: bool = False
+    """Whether there are images or the like, whose length in tokens the text does not show."""
+    salt: str = ""
+    """vLLM's ``cache_salt``: requests share cached prefixes only with those of the same salt."""
+
+    def without_text(self) -> "Asked":
+        """Return the same without prompt."""
+        return Asked(
+            self.kind, self.model, None, None, self.prompts, self.max_tokens, self.streams,
+            self.session, self.priority, self.ttft_slo_s, None, self.has_media, self.salt,
+        )  # fmt: skip
+
+
+def kind_of(path: str) -> str:
+    """Return the kind of request a path stands for, whatever is before ``/v1/``."""
+    route = path.partition("?")[0].rstrip("/")
+    for ending, kind in _KINDS.items():
+        if route.endswith("/" + ending):
+            return kind
+    return "other"
+
+
+def read_asked(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
+    """Read what a request asks for; ``headers`` have lower-case names.
+
+    Fields of odd shapes are ignored. Only a body that is no JSON where JSON is needed raises
+    BadRequest.
+    """
+    asked = Asked(kind_of(path))
+    if asked.kind != "other" or body[:1] == b"{":
+        try:
+            data = orjson.loads(body)
+        except orjson.JSONDecodeError as error:
+            if asked.kind != "other":
+                raise BadRequest(f"the body is not JSON: {error}") from None
+            data = None
+        if type(data) is dict:
+            _read_body(asked, data)
+    _read_headers(asked, headers)
+    return asked
+
+
+def _read_headers(asked: Asked, headers: Mapping[bytes, bytes]) -> None:
+    for name in _SESSION_HEADERS:
+        value = headers.get(name)
+        if value:
+            asked.session = value.decode("latin-1")
+            break
+    priority = headers.get(b"x-priority")
+    if priority is not None:
+        asked.priority = _whole(_number(priority), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
+    slo_ms = headers.get(b"x-slo-ttft-ms")
+    if slo_ms is not None:
+        value_ms = _number(slo_ms)
+        if value_ms is not None and 0 < value_ms < 1e9:
+            asked.ttft_slo_s = value_ms / 1e3
+
+
+def _number(text: bytes) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _whole(value: Any, low: int, high: int) -> int | None:
+    """Return a number as a whole one within bounds; None if it is none."""
+    if type(value) is int:
+        return min(max(value, low), high)
+    if type(value) is float and low <= value <= high:
+        return int(value)
+    return None
+
+
+def _read_body(asked: Asked, data: dict[str, Any]) -> None:
+    model = data.get("model")
+    if type(model) is str:
+        asked.model = model
+    asked.streams = data.get("stream") is True
+    asked.priority = _whole(data.get("priority"), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
+    for field in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        most = _whole(data.get(field), 0, 2**31 - 1)
+        if most:
+            asked.max_tokens = most
+            break
+    for field in _SESSION_FIELDS:
+        value = data.get(field)
+        if type(value) is dict:
+            value = value.get("id")
+        if type(value) is str and value:
+            asked.session = value
+            break
+    salt = data.get("cache_salt")
+    if type(salt) is str:
+        asked.salt = salt
+    if asked.kind == "chat":
+        _read_chat(asked, data.get("messages"), data.get("tools"))
+    elif asked.kind == "completion":
+        _read_prompts(asked, data.get("prompt"))
+    elif asked.kind == "embedding":
+        _read_prompts(asked, data.get("input"))
+    elif asked.kind == "response":
+        _read_response(asked, data)
+
+
+def _read_chat(asked: Asked, messages: Any, tools: Any) -> None:
+    if type(messages) is not list:
+        return
+    parts: list[str] = []
+    length = 0
+    if tools:
+        parts.append(orjson.dumps(tools).decode())
+        length = len(parts[0])
+    for message in messages:
+        if type(message) is not dict:
+            continue
+        role = message.get("role")
+        content = message.get("content")
+        text = content if type(content) is str else _content_text(asked, content)
+        calls = message.get("tool_calls")
+        if calls:
+            text += orjson.dumps(calls).decode()
+        part = f"{ROLE}{role if type(role) is str else ''}{CONTENT}{text}"
+        parts.append(part)
+        if role == "assistant":
+            asked.answer = (length, length + len(part))
+        length += len(part)
+    asked.text = "".join(parts)
+
+
+def _content_text(asked: Asked, content: Any) -> str:
+    """Text of a message's content in parts; media stand in it as a hash of what they are."""
+    if type(content) is str:
+        return content
+    if type(content) is not list:
+        return ""
+    texts: list[str] = []
+    for part in content:
+        if type(part) is str:
+            texts.append(part)
+        elif type(part) is dict:
+            text = part.get("text")
+            if type(text) is str:
+                texts.append(text)
+            else:
+                asked.has_media = True
+                texts.append(xxhash.xxh3_64_hexdigest(orjson.dumps(part)))
+    return "".join(texts)
+
+
+def _read_prompts(asked: Asked, given: Any) -> None:
+    """Read a prompt: text, token ids, or a list of either."""
+    if type(given) is str:
+        asked.text = given
+    elif type(given) is list and given:
+        first = given[0]
+        if type(first) is int:
+            asked.token_ids = _ids(given)
+        elif type(first) is list:
+            asked.prompts = len(given)
+            asked.token_ids = _ids([i for ids in given if type(ids) is list for i in ids])
+        else:
+            texts = [text for text in given if type(text) is str]
+            asked.prompts = max(1, len(texts))
+            asked.text = NEXT_PROMPT.join(texts)
+
+
+def _ids(values: list[Any]) -> list[int] | None:
+    if all(type(value) is int and 0 <= value < 2**31 for value in values):
+        return values
+    return None
+
+
+def _read_response(asked: Asked, data: dict[str, Any]) -> None:
+    """Read OpenAI's /v1/responses: instructions, then text or a list of messages and items."""
+    instructions = data.get("instructions")
+    given = data.get("input")
+    head = [{"role": "system", "content": instructions}] if type(instructions) is str else []
+    if type(given) is str:
+        messages: list[Any] = [*head, {"role": "user", "content": given}]
+    elif type(given) is list:
+        messages = [*head, *given]
+    else:
+        messages = head
+    _read_chat(asked, messages, data.get("tools"))

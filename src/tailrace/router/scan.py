@@ -1,0 +1,196 @@
+"""Reads along while an answer passes by: counts tokens, sees the end, finds the server's figures.
+
+Nothing is parsed but the small object of figures; nothing is kept but the line that is not complete
+yet, or the last bytes of an answer in one piece.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import orjson
+
+#: Kept of an answer that does not stream: its figures stand at its end, in bytes.
+TAIL_BYTES = 8192
+#: Longest line of a stream that is looked at, in bytes; a longer one is counted, not read.
+MAX_LINE_BYTES = 262_144
+#: Objects that figures may hold (details of prompt and output).
+MAX_INNER_OBJECTS = 8
+_USAGE = b'"usage"'
+
+
+class Usage(NamedTuple):
+    """The server's own figures; None: not told."""
+
+    prompt_tokens: int | None
+    output_tokens: int | None
+    cached_tokens: int | None
+
+
+class Scanner(Protocol):
+    """Reads an answer part by part."""
+
+    @property
+    def usage(self) -> Usage | None:
+        """The last figures seen."""
+
+    done: bool
+    """Whether the answer said that it is complete."""
+
+    def feed(self, part: bytes) -> int:
+        """Read a decoded part of the body; return how many tokens it brought."""
+
+
+class StreamScanner:
+    """Counts the events of a stream of server-sent events; each brings a token.
+
+    What brings none: the end mark, the role that opens a chat answer, figures without a choice, and
+    in the responses API everything but deltas.
+    """
+
+    __slots__ = ("_responses", "_seen", "_tail", "done", "usage")
+
+    def __init__(self, kind: str = "chat") -> None:
+        self.usage: Usage | None = None
+        self.done = False
+        self._responses = kind == "response"
+        self._tail = b""
+        self._seen = False
+
+    def feed(self, part: bytes) -> int:
+        """Read a decoded part of the body; return how many tokens it brought."""
+        if self._tail:
+            part = self._tail + part
+            self._tail = b""
+        end = part.rfind(b"\n") + 1
+        if end != len(part):
+            self._keep(part[end:])
+            if not end:
+                return 0
+            part = part[:end]
+        events = part.count(b"\ndata:") + part.startswith(b"data:")
+        if not events:
+            return 0
+        if self._responses:
+            return self._feed_responses(part)
+        if b"[DONE]" in part and _has_end(part):
+            self.done = True
+            events -= 1
+        if not self._seen and events:
+            self._seen = True
+            # The role comes alone, before the first token, in the first event of a chat answer.
+            line = part[part.find(b"data:") :].split(b"\n", 1)[0]
+            if b'"role"' in line and (b'"content":""' in line or b'"content":null' in line):
+                events -= 1
+        if _USAGE in part:
+            usage = find_usage(part)
+            if usage is not None:
+                self.usage = usage
+                events -= part.count(b'"choices":[]') + part.count(b'"choices": []')
+        return max(0, events)
+
+    def _feed_responses(self, part: bytes) -> int:
+        deltas = 0
+        for line in part.split(b"\n"):
+            if line.startswith(b"data:"):
+                if b'.delta"' in line[:200]:
+                    deltas += 1
+                elif b'"response.completed"' in line[:200]:
+                    self.done = True
+                    self.usage = find_usage(line) or self.usage
+        return deltas
+
+    def _keep(self, rest: bytes) -> None:
+        """Keep a line that is not complete; of one that is too long only the start."""
+        if len(rest) > MAX_LINE_BYTES:
+            rest = rest[:16]
+        self._tail = rest
+
+
+def _has_end(part: bytes) -> bool:
+    """Whether a line says that the stream is complete, and not a text that talks of it."""
+    return part.startswith(b"data: [DONE]") or any(
+        mark in part for mark in (b"\ndata: [DONE]", b"\ndata:[DONE]")
+    )
+
+
+class ReplyScanner:
+    """Finds the figures in a reply that comes in one piece."""
+
+    __slots__ = ("_tail", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+        self._tail = b""
+
+    def feed(self, part: bytes) -> int:
+        """Keep the end of the reply; tokens are not seen one by one here."""
+        tail = self._tail + part if self._tail else part
+        self._tail = tail[-TAIL_BYTES:] if len(tail) > TAIL_BYTES else tail
+        return 0
+
+    @property
+    def usage(self) -> Usage | None:
+        """The figures, once the reply is complete."""
+        return find_usage(self._tail)
+
+
+class NoScanner:
+    """For answers that bring no tokens."""
+
+    __slots__ = ()
+    usage: Usage | None = None
+    done = False
+
+    def feed(self, part: bytes) -> int:
+        """Look away."""
+        del part
+        return 0
+
+
+def find_usage(text: bytes) -> Usage | None:
+    """Return the last object under the key ``usage`` as figures; None: there is none.
+
+    The quotes of a key cannot occur inside a JSON string without a backslash, so text that talks
+    of usage is not taken for it.
+    """
+    at = text.rfind(_USAGE)
+    while at >= 0:
+        start = at + len(_USAGE)
+        while start < len(text) and text[start] in b" \t\r\n:":
+            start += 1
+        if text[start : start + 1] == b"{":
+            found = _object(text, start)
+            if found is not None:
+                return _figures(found)
+        at = text.rfind(_USAGE, 0, at)
+    return None
+
+
+def _object(text: bytes, start: int) -> dict[str, Any] | None:
+    """Parse the JSON object that begins at ``start``, with a few objects in it at most."""
+    end = start
+    for _ in range(MAX_INNER_OBJECTS):
+        end = text.find(b"}", end) + 1
+        if not end:
+            return None
+        try:
+            found = orjson.loads(text[start:end])
+        except orjson.JSONDecodeError:
+            continue
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _figures(found: dict[str, Any]) -> Usage:
+    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+    return Usage(
+        _count(found.get("prompt_tokens", found.get("input_tokens"))),
+        _count(found.get("completion_tokens", found.get("output_tokens"))),
+        _count(details.get("cached_tokens")) if isinstance(details, dict) else None,
+    )
+
+
+def _count(value: Any) -> int | None:
+    """Return a number of tokens, if it is one."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**40:
+        return value
+    return None

@@ -1,0 +1,91 @@
+"""All settings of the live router: one tree of frozen models, filled by a TOML file and by flags.
+
+It stands apart from the parts in ``settings.py`` because those that choose replicas need the parts.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from tailrace.config import MAX_REPLICAS, Settings, assign, load_toml, parse
+from tailrace.errors import TailraceError
+from tailrace.router.decide import ChooserSettings
+from tailrace.router.decisions import DecisionLogSettings
+from tailrace.router.scrape import ScrapeSettings
+from tailrace.router.settings import (
+    AdminSettings,
+    AdmissionSettings,
+    BackendSettings,
+    HealthSettings,
+    LimitSettings,
+    LogSettings,
+    RetrySettings,
+    Seconds,
+    address,
+    is_loopback,
+)
+from tailrace.scenario import merged
+
+
+class ServeSettings(Settings):
+    """The live router."""
+
+    backends: tuple[BackendSettings, ...] = Field(default=(), max_length=MAX_REPLICAS)
+    """The servers."""
+    listen: str = "127.0.0.1:8080"
+    """host:port for clients."""
+    routing: ChooserSettings = ChooserSettings()
+    metrics: ScrapeSettings = ScrapeSettings()
+    decisions: DecisionLogSettings = DecisionLogSettings()
+    tokenizer: Path | None = None
+    """A tokenizer.json to measure prompts with; default: estimated, and corrected by the servers'
+    own figures."""
+    admin: AdminSettings = AdminSettings()
+    limits: LimitSettings = LimitSettings()
+    retry: RetrySettings = RetrySettings()
+    health: HealthSettings = HealthSettings()
+    admission: AdmissionSettings = AdmissionSettings()
+    log: LogSettings = LogSettings()
+    drain_s: Seconds = 30.0
+    """How long requests under way may go on after SIGTERM."""
+    explain: bool = True
+    """Answer with X-Tailrace-Replica, X-Tailrace-Policy and X-Tailrace-Reason."""
+
+    @model_validator(mode="after")
+    def _addresses(self) -> Self:
+        listen = address(self.listen)
+        if self.admin.listen != "off":
+            admin = address(self.admin.listen)
+            if admin == listen and listen[1] != 0:
+                raise ValueError(f"listen and admin.listen are both {self.listen}")
+            if not is_loopback(admin[0]) and self.admin.token_env is None:
+                raise ValueError(
+                    f"admin.listen {self.admin.listen} can be reached from other machines: set "
+                    "admin.token_env, or listen on 127.0.0.1"
+                )
+        urls = [b.url for b in self.backends]
+        labels = [b.label for b in self.backends]
+        for what, values in (("url", urls), ("name", labels)):
+            double = sorted({v for v in values if values.count(v) > 1})
+            if double:
+                raise ValueError(f"two backends have the {what} {double[0]}")
+        return self
+
+
+def load(
+    path: Path | None, overrides: dict[str, Any], assignments: Sequence[tuple[str, Any]] = ()
+) -> ServeSettings:
+    """Read settings from a file, if any; put overrides and then single values by path over it."""
+    data = merged(load_toml(path) if path is not None else {}, overrides)
+    for key, value in assignments:
+        assign(data, key, value)
+    settings = parse(ServeSettings, data)
+    if not settings.backends:
+        raise TailraceError(
+            "there is no backend: give --backend http://host:port, or [[backends]] in --config"
+        )
+    for backend in settings.backends:
+        backend.api_key()  # a key that is missing is said at once
+    return settings

@@ -1,0 +1,207 @@
+"""The settings of the live router's parts; ``serve_settings.py`` puts them together.
+
+Times are in seconds and sizes in bytes unless a name says otherwise. No address comes from
+anywhere but here, and no key is ever written here: only the name of the variable that holds it.
+"""
+
+import ipaddress
+import os
+from typing import Annotated
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
+
+from tailrace.config import Replica, Settings
+from tailrace.errors import TailraceError
+
+Seconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class BackendSettings(Settings):
+    """One server behind the router."""
+
+    url: str
+    """Where it listens, e.g. http://10.0.0.1:8000; a path is put before every request's path."""
+    name: str = ""
+    """Name in logs, metrics and headers; default: host:port."""
+    api_key_env: str | None = None
+    """Environment variable with this server's API key; it replaces the client's Authorization."""
+    max_in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Most requests it gets at once; default: `admission.max_in_flight`."""
+    server: Replica = Replica()
+    """What kind of server it is (device, KV blocks, batch size), as in a scenario's replica."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            port = parts.port
+        except ValueError:
+            raise ValueError("is no address; write it like http://10.0.0.1:8000") from None
+        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            raise ValueError("is no address; write it like http://10.0.0.1:8000")
+        if parts.query or parts.fragment or parts.username or parts.password:
+            raise ValueError("must be scheme, host, port and path only; keys go to api_key_env")
+        if any(c <= " " or c == "\x7f" for c in value) or not value.isascii():
+            raise ValueError("must not contain blanks or characters outside of ASCII")
+        return value.rstrip("/")
+
+    @property
+    def label(self) -> str:
+        """Its name, or host:port."""
+        return self.name or f"{self.host}:{self.port}"
+
+    @property
+    def host(self) -> str:
+        """Host name or address."""
+        return urlsplit(self.url).hostname or ""
+
+    @property
+    def port(self) -> int:
+        """Port number."""
+        parts = urlsplit(self.url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
+
+    @property
+    def tls(self) -> bool:
+        """Whether it is spoken to over TLS."""
+        return self.url.startswith("https:")
+
+    @property
+    def prefix(self) -> str:
+        """Path that is put before every request's path; usually empty."""
+        return urlsplit(self.url).path.rstrip("/")
+
+    def api_key(self) -> str | None:
+        """Return the key from the environment; raise if the variable is named but not set."""
+        if self.api_key_env is None:
+            return None
+        key = os.environ.get(self.api_key_env, "").strip()
+        if not key or not key.isascii() or not key.isprintable():
+            raise TailraceError(
+                f"backend {self.label}: environment variable {self.api_key_env} holds no usable "
+                "API key; set it, or remove api_key_env"
+            )
+        return key
+
+
+class LimitSettings(Settings):
+    """What one client may cost, and how long anything may take."""
+
+    header_bytes: int = Field(default=32_768, ge=1024, le=2**24)
+    """Largest request head; above: 431."""
+    body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**31)
+    """Largest request body; above: 413."""
+    connections: int = Field(default=10_000, ge=1, le=1_000_000)
+    """Client connections at once; above: 503."""
+    header_s: Seconds = 10.0
+    """For a request head, from its first byte; above: 408."""
+    body_s: Seconds = 30.0
+    """Between two pieces of a request body; above: 408."""
+    idle_s: Seconds = 75.0
+    """How long a client connection may be without a request."""
+    client_stall_s: Seconds = 60.0
+    """How long a client may leave its answer unread; above: it counts as gone."""
+    connect_s: Seconds = 3.0
+    """To connect to a backend."""
+    first_byte_s: Seconds = 600.0
+    """From sending a request to the first byte of the answer."""
+    between_chunks_s: Seconds = 120.0
+    """Between two pieces of an answer."""
+    total_s: Seconds = 3600.0
+    """For one request, all attempts and the whole answer."""
+
+
+class RetrySettings(Settings):
+    """When a request is sent to another replica; never after a byte of an answer was passed on."""
+
+    attempts: int = Field(default=3, ge=1, le=16)
+    """Replicas tried per request, the first included."""
+    statuses: tuple[Annotated[int, Field(ge=500, le=599)], ...] = (502, 503, 504)
+    """Answers of a backend that are tried again elsewhere."""
+    budget: Share = 0.2
+    """Retries per request that may be spent over time, so that they cannot become a storm."""
+    burst: int = Field(default=100, ge=0, le=1_000_000)
+    """Retries that may be spent at once when a replica dies with many requests."""
+
+
+class HealthSettings(Settings):
+    """When a replica counts as broken, and how it comes back."""
+
+    path: str = Field(default="/health", pattern=r"^/[!-~]*$")
+    """What is asked; any answer below 500 is good."""
+    interval_s: Seconds = 2.0
+    """Between two probes of a replica."""
+    timeout_s: Seconds = 2.0
+    """For one probe."""
+    failures: int = Field(default=3, ge=1, le=1000)
+    """Failures in a row, of requests or probes, after which it gets no more requests."""
+    failure_share: Share = 0.5
+    """Share of failed requests in `window_s` that does the same."""
+    window_s: Seconds = 10.0
+    """Window of `failure_share`."""
+    window_requests: int = Field(default=20, ge=1, le=1_000_000)
+    """Fewest requests in the window for `failure_share` to count."""
+    open_s: Seconds = 5.0
+    """How long a broken replica is left alone; doubles with each failed trial, up to 12 times."""
+    trials: int = Field(default=3, ge=1, le=1000)
+    """Good answers after which it counts as healthy again; so many are tried at once."""
+    slow_start_s: float = Field(default=10.0, ge=0, le=3600, allow_inf_nan=False)
+    """Time over which a returned replica is given its full share."""
+
+
+class AdmissionSettings(Settings):
+    """What happens when every replica has as much as it may have."""
+
+    max_in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Most requests per replica at once; default: no limit."""
+    queue: int = Field(default=1000, ge=0, le=1_000_000)
+    """Requests that may wait at the router; above: the least urgent gets 429."""
+    max_wait_s: Seconds = 30.0
+    """How long one may wait; above: 429."""
+
+
+class LogSettings(Settings):
+    """What is written to standard error, as lines of JSON; never keys, never text of requests."""
+
+    level: str = Field(default="info", pattern=r"^(debug|info|warning|error)$")
+    """debug, info, warning or error."""
+    requests: bool = False
+    """A line per request; otherwise only failures and changes."""
+
+
+class AdminSettings(Settings):
+    """The second listener: metrics, status, drain and reload."""
+
+    listen: str = "127.0.0.1:8081"
+    """host:port; off: no admin listener."""
+    token_env: str | None = None
+    """Environment variable with a token that every admin request must bear."""
+
+    def token(self) -> str | None:
+        """Return the token from the environment; raise if the variable is named but not set."""
+        if self.token_env is None:
+            return None
+        token = os.environ.get(self.token_env, "").strip()
+        if not token:
+            raise TailraceError(f"admin.token_env: {self.token_env} is not set")
+        return token
+
+
+def address(text: str) -> tuple[str, int]:
+    """Split host:port or [v6]:port."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"'{text}' must be host:port, e.g. 127.0.0.1:8080")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,145 @@
+"""How long a prompt is in tokens, and how that is known.
+
+In the order of preference: token ids in the request; the server's own tokenizer (``/tokenize``,
+a round trip); a local tokenizer file; else bytes divided by the bytes per token that the server's
+usage figures have shown so far for that model.
+"""
+
+import importlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from tailrace.errors import TailraceError
+from tailrace.router.asked import Asked
+
+IDS, SERVER, LOCAL, ESTIMATED, USAGE = "ids", "server", "local", "estimated", "usage"
+
+#: English text; used until the first usage figure of a model.
+BYTES_PER_TOKEN = 4.0
+#: The start counts as a prompt of so many tokens, and what was seen fades by this much per prompt.
+_PRIOR_TOKENS = 500.0
+_KEEP = 0.98
+#: Outside of these it is no length of a prompt but something else (images, a broken server).
+_LEAST, _MOST = 0.5, 64.0
+_MAX_MODELS = 1024
+#: A local tokenizer reads no more than this of a prompt and takes the rest to be alike.
+LOCAL_BYTES = 8192
+
+Post = Callable[[str, bytes], Awaitable[bytes]]
+
+
+@dataclass(slots=True)
+class _Seen:
+    """Bytes and tokens of a model's prompts, fading."""
+
+    size: float = BYTES_PER_TOKEN * _PRIOR_TOKENS
+    tokens: float = _PRIOR_TOKENS
+    prompts: int = 0
+
+
+class TokenCounter:
+    """Prompt lengths by model."""
+
+    def __init__(self, tokenizer: Path | None = None) -> None:
+        """Take a local ``tokenizer.json`` if there is one; it needs the package ``tokenizers``."""
+        self._models: dict[str, _Seen] = {}
+        self._all = _Seen()
+        self._tokenizer = _load(tokenizer) if tokenizer is not None else None
+
+    def count(self, asked: Asked, size: int) -> tuple[int, str]:
+        """Return the prompt's tokens, at least 1, and how they are known; ``size`` in bytes."""
+        if asked.token_ids is not None:
+            return max(1, len(asked.token_ids)), IDS
+        if self._tokenizer is not None and asked.text:
+            return self._local(asked.text), LOCAL
+        return max(1, round(size / self.bytes_per_token(asked.model))), ESTIMATED
+
+    def bytes_per_token(self, model: str | None = None) -> float:
+        """Return the bytes per token seen so far for a model; None: for all of them together."""
+        seen = self._all if model is None else self._models.get(model, self._all)
+        return seen.size / seen.tokens
+
+    def learn(self, model: str, size: int, tokens: int) -> None:
+        """A server has counted ``tokens`` in a prompt of ``size`` bytes of text."""
+        if size <= 0 or tokens <= 0 or not _LEAST <= size / tokens <= _MOST:
+            return
+        seen = self._models.get(model)
+        if seen is None:
+            if len(self._models) >= _MAX_MODELS:  # names come from clients
+                self._models.clear()
+            seen = self._models[model] = _Seen()
+        for part in (seen, self._all):
+            part.size = part.size * _KEEP + size
+            part.tokens = part.tokens * _KEEP + tokens
+            part.prompts += 1
+
+    def prompts_seen(self, model: str | None = None) -> int:
+        """How many prompts the figure of a model rests on; 0: it is only assumed."""
+        seen = self._all if model is None else self._models.get(model)
+        return seen.prompts if seen is not None else 0
+
+    def _local(self, text: str) -> int:
+        part = text[:LOCAL_BYTES]
+        found = len(self._tokenizer.encode(part).ids)  # type: ignore[union-attr]
+        if len(part) < len(text):
+            found = round(found * len(text) / len(part))
+        return max(1, found)
+
+
+async def ask_server(post: Post, kind: str, body: bytes) -> int | None:
+    """Ask a server's ``/tokenize`` how long the prompt of a request is; None: it cannot say.
+
+    ``post`` sends a body to a path of the server and returns the answer's body.
+    """
+    question = tokenize_body(kind, body)
+    if question is None:
+        return None
+    try:
+        answer = orjson.loads(await post("/tokenize", question))
+    except (OSError, ValueError, TimeoutError):
+        return None
+    count = answer.get("count") if type(answer) is dict else None
+    return count if type(count) is int and count > 0 else None
+
+
+def tokenize_body(kind: str, body: bytes) -> bytes | None:
+    """Return the body for ``/tokenize`` that asks about a request; None: it has no single text."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    if type(data) is not dict:
+        return None
+    question: dict[str, Any] = {key: data[key] for key in ("model",) if key in data}
+    if kind == "chat" and type(data.get("messages")) is list:
+        question["messages"] = data["messages"]
+        for key in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+            if key in data:
+                question[key] = data[key]
+    elif kind == "completion" and type(data.get("prompt")) is str:
+        question["prompt"] = data["prompt"]
+    elif kind == "embedding" and type(data.get("input")) is str:
+        question["prompt"] = data["input"]
+    else:
+        return None
+    return orjson.dumps(question)
+
+
+def _load(path: Path) -> Any:
+    try:
+        tokenizers = importlib.import_module("tokenizers")
+    except ImportError:
+        raise TailraceError(
+            "a local tokenizer needs the package tokenizers: pip install tokenizers, or leave the "
+            "tokenizer out and let lengths be estimated"
+        ) from None
+    if not path.is_file():
+        raise TailraceError(f"there is no tokenizer file {path}")
+    try:
+        return tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:
+        raise TailraceError(f"{path} is no tokenizer: {error}") from None

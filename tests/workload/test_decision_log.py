@@ -1,0 +1,190 @@
+"""From live traffic through the decision log to a request table."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from router.fleets import Clock, chat, new_fleet, send
+from tailrace.cli import cli
+from tailrace.errors import TailraceError
+from tailrace.router.asked import Asked
+from tailrace.router.decisions import DecisionLog, DecisionLogSettings
+from tailrace.workload import traces
+from tailrace.workload.prefix import repeated_tokens
+
+SYSTEM = "".join(chr(97 + i * i % 26) for i in range(4096))
+
+
+class Live:
+    """A fleet, its log, and a clock."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.clock = Clock(1000.0)
+        self.fleet = new_fleet(1, self.clock)
+        self.log = DecisionLog(
+            DecisionLogSettings(folder=folder, **settings), b"s" * 32, clock_now=1000.0
+        )
+
+    def play(
+        self, asked: Asked, at: float, output: int, outcome: str = "done", lasts_s: float = 1.0
+    ) -> int:
+        """Play one request; return its prompt's tokens, as the server counts: four bytes each."""
+        size = len((asked.text or "").encode())
+        self.clock.now = 1000.0 + at
+        flight = send(self.fleet, asked)
+        flight.tokens(output)
+        flight.usage(size // 4, output, None)
+        self.clock.now += lasts_s
+        flight.close(outcome)
+        self.log.write(flight, outcome)
+        return size // 4
+
+
+def test_lengths_arrivals_sessions_and_prefixes_come_back(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    prompts = [
+        live.play(chat(SYSTEM + "first " * 40, user="ada"), 0.0, 50),
+        live.play(Asked("completion", "m", text="alone " * 30), 2.0, 5),
+        live.play(chat(SYSTEM + "other " * 40, user="bob"), 3.5, 20),
+        live.play(chat(SYSTEM + "first " * 40, "answer " * 28, "more " * 9, user="ada"), 4.0, 7),
+    ]
+    live.log.close()
+    trace = traces.read(tmp_path)
+    rows = trace.table.rows
+    assert (trace.format, trace.skipped, trace.was_sorted) == ("decisions", 0, False)
+    assert list(rows["prompt_tokens"]) == prompts
+    assert list(rows["output_tokens"]) == [50, 5, 20, 7]
+    np.testing.assert_allclose(rows["arrival_s"], [0.0, 2.0, 3.5, 4.0], atol=1e-5)
+    assert list(rows["session"]) == [0, -1, 1, 0]
+    assert list(rows["turn"]) == [0, 0, 0, 1]
+    assert list(rows["parent"]) == [-1, -1, -1, 0]
+    assert rows["think_s"][3] == pytest.approx(3.0, abs=1e-5)
+    shared = repeated_tokens(trace.table, answers=True)
+    assert shared[0] == shared[1] == 0
+    assert 960 <= shared[2] <= 1024  # the system prompt, in whole blocks
+    assert shared[3] == prompts[0] + 50  # all of the turn before, answer included
+    trace.table.validate()
+
+
+def test_turns_of_unnamed_conversations_are_recognised(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.play(chat("short"), 0.0, 10)
+    live.play(chat("short", "an answer", "so?"), 5.0, 10)
+    live.play(chat("short", "an answer", "so?", "well", "then?"), 9.0, 10)
+    live.play(chat("short", "an answer", "no!"), 10.0, 10)  # goes on from turn 0 once more
+    live.log.close()
+    table = traces.read(tmp_path).table
+    assert list(table.rows["session"]) == [0, 0, 0, 0]
+    shared = repeated_tokens(table, answers=True)
+    prompts = table.rows["prompt_tokens"]
+    assert shared[1] == min(prompts[1], prompts[0] + 10)
+    assert shared[2] == min(prompts[2], prompts[1] + 10)
+    assert shared[3] == 0
+    table.validate()
+
+
+def test_only_answered_requests_become_rows_and_each_once(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    asked = Asked("completion", "m", text="retried " * 50)
+    arrival = live.fleet.arrive(asked)
+    from router.fleets import decided
+
+    for outcome in ("backend_failed", "done"):
+        flight = live.fleet.open(arrival, 0, decided(live.fleet, arrival, 0))
+        flight.tokens(3)
+        flight.close(outcome)
+        live.log.write(flight, outcome)
+    live.play(asked, 1.0, 9, outcome="client_gone")
+    live.play(asked, 2.0, 9)
+    live.log.close()
+    trace = traces.read(tmp_path)
+    assert list(trace.table.rows["output_tokens"]) == [3, 9]
+    assert trace.skipped == 1
+
+
+def test_lines_are_written_by_end_but_rows_go_by_arrival(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.play(Asked("completion", text="b" * 99), 5.0, 2)
+    live.play(Asked("completion", text="a" * 99), 1.0, 1)
+    live.log.close()
+    rows = traces.read(tmp_path).table.rows
+    assert list(rows["output_tokens"]) == [1, 2]
+    np.testing.assert_allclose(rows["arrival_s"], [0.0, 4.0], atol=1e-5)
+
+
+def test_overlapping_turns_keep_their_times(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    live.play(chat("one", user="ada"), 0.0, 4, lasts_s=10.0)
+    live.play(chat("two", user="ada"), 3.0, 4)
+    live.log.close()
+    rows = traces.read(tmp_path).table.rows
+    assert list(rows["session"]) == [0, 0]
+    assert list(rows["parent"]) == [-1, -1]
+
+
+@pytest.mark.parametrize("content", [True, False])
+def test_the_command_reads_one_compressed_file_and_what_it_writes_can_be_read(
+    tmp_path: Path, content: bool
+) -> None:
+    live = Live(tmp_path, max_age_s=1e-9, content=content)
+    live.play(chat(SYSTEM, user="ada"), 0.0, 50)
+    live.log.close()
+    (file,) = tmp_path.glob("*.gz")
+    out = tmp_path / "table.parquet"
+    result = CliRunner().invoke(cli, ["workload", "import", str(file), "-o", str(out)])
+    assert result.exit_code == 0, result.output
+    assert "read as decisions" in result.output
+    table = traces.read(out).table
+    assert list(table.rows["output_tokens"]) == [50]
+    assert bool(table.rows["run_count"][0]) == content
+
+
+def _line(**changes: Any) -> str:
+    line = {
+        "id": "a-1", "outcome": "done", "arrived": 1.0, "last": 2.0, "prompt_tokens": 10,
+        "output_tokens": 5, "priority": 0, "units": 10, "block_units": 64, "blocks": "",
+    }  # fmt: skip
+    return json.dumps(line | changes)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (["{", _line()], "line 2: not JSON"),
+        (["[]"], "must be a JSON object"),
+        ([_line(prompt_tokens="many")], "column prompt_tokens: must be a number"),
+        ([_line(arrived=-1)], "column arrived: must be between"),
+        ([_line(blocks="???")], "column blocks"),
+        ([_line(blocks="AAAA")], "column blocks"),
+        ([_line(id=7)], "column id"),
+        ([_line(outcome="timeout")], "no answered requests"),
+        (['{"tailrace":"decisions","format":99}', _line()], "format 99"),
+    ],
+)
+def test_what_is_wrong_with_a_log_is_said(tmp_path: Path, lines: list[str], message: str) -> None:
+    path = tmp_path / "decisions-x.jsonl"
+    path.write_text("\n".join(['{"tailrace":"decisions","format":1}', *lines]) + "\n")
+    with pytest.raises(TailraceError, match=message):
+        traces.read(path)
+
+
+def test_half_a_last_line_is_what_a_killed_router_leaves(tmp_path: Path) -> None:
+    path = tmp_path / "decisions-x.jsonl"
+    head = '{"tailrace":"decisions","format":1}'
+    path.write_text("\n".join([head, _line(), _line(id="a-2")[:40]]))
+    assert len(traces.read(path).table) == 1
+
+
+def test_an_empty_folder_and_a_damaged_archive(tmp_path: Path) -> None:
+    with pytest.raises(TailraceError, match="cannot read"):
+        traces.read(tmp_path)
+    path = tmp_path / "decisions-x.jsonl.gz"
+    path.write_bytes(b"\x1f\x8bnothing")
+    with pytest.raises(TailraceError):
+        traces.read(path)
+    with pytest.raises(TailraceError):
+        traces.read(path, "decisions")

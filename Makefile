@@ -17,7 +17,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check format lint types test-interpreted test-bounds test-browser test-vidur coverage bench evaluate parity report clean
+.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -36,6 +36,9 @@ demo: $(STAMP) ## train a policy (under five minutes) and rank it against every 
 	elif [ ! -e $(DEMO)/health.json ]; then $(BIN)/tailrace train --resume $(DEMO); \
 	else echo "$(DEMO) is trained already; remove it to train again"; fi
 	$(BIN)/tailrace compare --scenario demo -p all -p $(DEMO)/best.tailrace
+
+serve-demo: $(STAMP) ## emulated servers, the live router and a load: what four policies achieve live (three minutes)
+	$(BIN)/python benchmarks/live_ranks.py --requests 800 -p tailrace -p load_aware -p lmetric -p round_robin
 
 test: $(STAMP) ## run the tests
 	$(PYTEST) -n $(WORKERS)

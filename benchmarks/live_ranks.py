@@ -63,7 +63,7 @@ def awaited(process: subprocess.Popen[str], pattern: str) -> str:
         found = re.search(pattern, line)
         if found:
             return found[1]
-    raise RuntimeError(f"{process.args} ended with {process.wait()} before it was ready")
+    raise RuntimeError(f"{process.args!r} ended with {process.wait()} before it was ready")
 
 
 def config_of(scenario: Scenario, urls: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Writes the tables of settings in training.md anew: python docs/settings_table.py."""
+"""Writes the tables of settings in the guides anew: python docs/settings_table.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,21 +8,23 @@ from pydantic import BaseModel
 
 from tailrace.config import Settings
 from tailrace.learn.settings import TrainSettings
+from tailrace.router.serve_settings import ServeSettings
 
-GUIDE = Path(__file__).with_name("training.md")
+DOCS = Path(__file__).parent
+GUIDES: dict[str, type[BaseModel]] = {"training.md": TrainSettings, "router.md": ServeSettings}
 BEGIN, END = "<!-- settings: python docs/settings_table.py -->\n", "<!-- end of settings -->\n"
 
 
-def tables() -> str:
-    """Return one table for the run itself and one for each group of its settings."""
-    return "\n".join(_table(path, model) for path, model in _groups("", TrainSettings))
+def tables(model: type[BaseModel]) -> str:
+    """Return one table for a model itself and one for each group of its settings."""
+    return "\n".join(_table(path, part) for path, part in _groups("", model))
 
 
-def with_tables(guide: str) -> str:
-    """Return the text of the guide with its tables brought up to date."""
+def with_tables(guide: str, model: type[BaseModel]) -> str:
+    """Return the text of a guide with its tables brought up to date."""
     before, rest = guide.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{tables(model)}\n{END}{after}"
 
 
 def _groups(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -78,4 +80,7 @@ def _shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    GUIDE.write_text(with_tables(GUIDE.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, model in GUIDES.items():
+        guide = DOCS / name
+        text = with_tables(guide.read_text(encoding="utf-8"), model)
+        guide.write_text(text, encoding="utf-8")

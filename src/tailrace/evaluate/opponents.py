@@ -70,7 +70,8 @@ def _resolve(name: str) -> tuple[str, Role]:
         rule = name.removesuffix(shipped.TUNED_SUFFIX)
         return shipped.spec_of(rule, shipped.constants_of(rule)), Role.TUNED
     if name in shipped.LEARNING:
-        return str(shipped.file_of(name)), Role.LEARNED
+        shipped.file_of(name)  # raises if it is not trained yet
+        return name, Role.LEARNED
     rules = {rule.name: rule for rule in registry.rules()}
     head = name.partition(":")[0]
     if head in rules:
@@ -93,6 +94,8 @@ def _source(spec: str) -> Path | None:
     """The file behind a policy; None if it has none that we can find."""
     if spec == registry.SHIPPED_NAME:
         return SHIPPED
+    if spec in shipped.LEARNING:
+        return shipped.file_of(spec)
     head = spec.partition(":")[0]
     for name in (spec, head):
         if name.endswith((SUFFIX, ".py")):

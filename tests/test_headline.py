@@ -1,0 +1,68 @@
+"""The tables of results in README and model card are those of the results."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("headline", DOCS / "headline.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_are_up_to_date(script):
+    """If not: python docs/headline.py."""
+    for target in script.TARGETS:
+        text = target.read_text(encoding="utf-8")
+        assert text.count(script.begin("headline standard")) == 1
+        assert script.with_tables(text) == text
+
+
+def test_what_the_tables_say(script):
+    made = {
+        "subject": "mine", "best_single": "a", "best_hand_made": "b", "seeds": [7, 8],
+        "requests": {"s": 50, "t": 60},
+        "policies": [
+            {"policy": name, "role": role, "vs_best_single": against(cost)}
+            for name, role, cost in (
+                ("mine", "subject", 0.5), ("a", "rule", 1.0), ("b", "tuned", 1.25),
+                ("oracle", "look-ahead", 0.4), ("c", "rule", 9.0),
+            )
+        ],
+        "vs_best_per_scenario": {
+            "share_better": 0.5, "share_surely_better": 0.0, "worst_ratio": 1.02,
+            "worst_scenario": "t",
+            "scenarios": {
+                "s": {"policy": "a"} | against(0.9), "t": {"policy": "b"} | against(1.02),
+            },
+        },
+        "cells": [
+            {"scenario": s, "policy": p, "cost_s": c, "ttft_s_p99": c, "e2e_s_mean": c}
+            for s, p, c in (
+                ("s", "a", 4.0), ("s", "mine", 1.0), ("t", "a", 1.0), ("t", "mine", 3.0),
+            )
+        ],
+    }  # fmt: skip
+    rows = script.headline(made).splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:]] == [
+        "**`mine`**",
+        "`a`",
+        "`b`",
+        "`oracle`",
+    ]
+    assert "| **`mine`** | 0.500 (0.400-0.600) | 0.500 | 0.500 | 0.500 |" in rows
+    assert "cheaper in 1 of 2 (0 beyond doubt)" in script.summary(made)
+    assert "`t`, it is 2.0% dearer" in script.summary(made)
+    assert "a cost of 0.500, a P99 TTFT of 0.500" in script.hindsight(made)
+    assert "| `t` | `b` | 1.020" in script.scenarios(made)
+
+
+def against(cost):
+    figures = dict.fromkeys(("cost", "p99_ttft", "mean_e2e", "throughput"), cost)
+    return figures | {"intervals": {"cost": [cost - 0.1, cost + 0.1]}}

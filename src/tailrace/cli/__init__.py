@@ -33,6 +33,8 @@ COMMANDS = (
     "fit",
     "scenarios",
     "serve",
+    "calibrate",
+    "replay",
     "emulate",
     "bench",
     "completion",

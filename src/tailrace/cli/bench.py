@@ -114,10 +114,10 @@ def command(
 
     if out is not None:
         check_target_of(out)
-    headers = _headers(header_lines)
+    headers = headers_of(header_lines)
     rate = _rate(scenario, has_scenario)
     table = from_settings(scenario.workload, rate, seed)
-    _raise_file_limit()
+    raise_file_limit()
     with console.progress("sending", len(table), enabled=not (as_json or quiet)) as update:
         result = run_load(
             url,
@@ -154,7 +154,8 @@ def _rate(scenario: Scenario, has_scenario: bool) -> float | None:
     return resolve_rate(scenario)
 
 
-def _headers(lines: tuple[str, ...]) -> dict[str, str]:
+def headers_of(lines: tuple[str, ...]) -> dict[str, str]:
+    """Return the headers of "Name: value" lines, with the API key of the environment, if any."""
     headers: dict[str, str] = {}
     if os.environ.get(API_KEY):
         headers["authorization"] = f"Bearer {os.environ[API_KEY]}"
@@ -166,7 +167,8 @@ def _headers(lines: tuple[str, ...]) -> dict[str, str]:
     return headers
 
 
-def _raise_file_limit() -> None:
+def raise_file_limit() -> None:
+    """Allow as many open connections as the system lets us."""
     """Every stream is a connection: allow as many as the system does."""
     import resource
 

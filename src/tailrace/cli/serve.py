@@ -9,6 +9,7 @@ import click
 
 from tailrace.cli import console, names
 from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, assignment
+from tailrace.errors import TailraceError
 from tailrace.router.settings import is_loopback
 
 if TYPE_CHECKING:
@@ -39,6 +40,10 @@ _MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
     "--admin", metavar="HOST:PORT", cls=SectionOption,
     help="Where /metrics, /status, /backends and /reload are; off: nowhere. "
     "[default: 127.0.0.1:8081]",
+)  # fmt: skip
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), metavar="FILE", cls=SectionOption,
+    help="What kind of servers they are, in the order of --backend (see `tailrace calibrate`).",
 )  # fmt: skip
 @click.option(
     "--max-in-flight", type=click.IntRange(1), metavar="N", cls=SectionOption,
@@ -124,6 +129,8 @@ def _overrides(given: dict[str, Any]) -> dict[str, Any]:
     data: dict[str, Any] = {}
     if given["backends"]:
         data["backends"] = [{"url": url} for url in given["backends"]]
+    if given["cluster"] is not None:
+        _describe(data, given["cluster"])
     if given["policy"]:
         data["routing"] = {"policy": given["policy"]}
     if given["listen"]:
@@ -137,3 +144,18 @@ def _overrides(given: dict[str, Any]) -> dict[str, Any]:
     if given["log_requests"]:
         data.setdefault("log", {})["requests"] = True
     return data
+
+
+def _describe(data: dict[str, Any], path: Path) -> None:
+    """Say what kind of server each backend is, from the cluster of a file."""
+    from tailrace import scenario as scenarios
+
+    servers = scenarios.load(path).cluster.expanded()
+    backends = data.get("backends", [])
+    if len(servers) != len(backends):
+        raise TailraceError(
+            f"--cluster {path} describes {len(servers)} replicas, but {len(backends)} are given "
+            "with --backend; they must be as many, in the same order"
+        )
+    for backend, server in zip(backends, servers, strict=True):
+        backend["server"] = server.model_dump(exclude_unset=True)

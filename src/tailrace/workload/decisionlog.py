@@ -70,7 +70,7 @@ def read(path: Path) -> Imported:
     """Read a decision log; rows are in the order in which requests arrived."""
     done: dict[str, tuple[_Line, int]] = {}
     unanswered: set[str] = set()
-    for where, number, data in _records(path):
+    for where, number, data in records(path):
         request = _text(where, data, "id")
         if data.get("outcome") != "done" or not data.get("output_tokens"):
             unanswered.add(request)
@@ -99,7 +99,7 @@ def read(path: Path) -> Imported:
 # ---- lines --------------------------------------------------------------------------------------
 
 
-def _records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield where a record stands, its line number, and itself."""
     for file in files(path) or [path]:
         last_error: str | None = None

@@ -1,0 +1,159 @@
+"""A live server as an endpoint of probes: OpenAI's completions over HTTP.
+
+Prompts are random words, new ones for every request, so that no prefix cache helps. Nothing of
+them, or of the answers, is kept.
+"""
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tailrace.bench.client import Client
+from tailrace.bench.stream import Answer
+from tailrace.calibrate.probes import Probe, Reply
+from tailrace.emulate import tokenizer
+from tailrace.errors import TailraceError
+from tailrace.router.scrape import Snapshot, parse_metrics
+
+PATH = "/v1/completions"
+TIMEOUT_S = 120.0
+#: Words of the two requests that show how many tokens a word takes.
+_SAMPLES = (64, 512)
+
+
+class LiveEndpoint:
+    """A server at a URL. Use :meth:`open`, and ``close`` in the end."""
+
+    def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
+        self.url = url
+        self._client = Client(url, dict(headers or {}))
+        self._options = b""
+        self._words_per_token = 1.0
+        self._extra_tokens = 0.0
+        self.counts_tokens = True
+        """Whether the server says how long prompts are."""
+        self.max_model_len: int | None = None
+        """Most tokens of prompt and answer, if the server says so."""
+
+    async def open(self, model: str | None = None) -> None:
+        """Find out what the server serves and how it counts tokens."""
+        served = await self._served()
+        known = next((m for m in served if model is None or m.get("id") == model), None)
+        if known is None and model is None:
+            raise TailraceError(f"{self.url} does not say which models it has; give --model")
+        name = model or str((known or {}).get("id"))
+        longest = (known or {}).get("max_model_len")
+        self.max_model_len = longest if isinstance(longest, int) and longest > 0 else None
+        options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+        self._options = orjson.dumps(options | {"temperature": 0, "model": name})[1:]
+        counts = []
+        for words in _SAMPLES:
+            (reply,) = await self.ask(Probe(1, words))
+            if reply.failure is not None:
+                raise TailraceError(f"{self.url} does not complete a prompt: {reply.failure}")
+            counts.append(reply.prompt_tokens)
+        self.counts_tokens = min(counts) > 0
+        if self.counts_tokens and counts[1] > counts[0]:
+            self._words_per_token = (_SAMPLES[1] - _SAMPLES[0]) / (counts[1] - counts[0])
+            self._extra_tokens = counts[0] - _SAMPLES[0] / self._words_per_token
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    def now(self) -> float:
+        """Seconds of the system's monotonic clock."""
+        return time.monotonic()
+
+    async def metrics(self) -> Snapshot:
+        """Return what the server's /metrics say; nothing, if it has none."""
+        try:
+            code, page = await self._client.fetch("GET", "/metrics")
+        except (ConnectionError, TimeoutError):
+            return Snapshot()
+        return parse_metrics(page.decode(errors="replace")) if code == 200 else Snapshot()
+
+    async def ask(self, probe: Probe) -> list[Reply]:
+        """Send the prompts of a probe at once and wait for all answers."""
+        asked = [_Asking() for _ in range(probe.batch)]
+        bodies = [self._body(probe) for _ in asked]
+        sendings = []
+        for asking, body in zip(asked, bodies, strict=True):
+            asking.sent_s = time.monotonic()
+            sendings.append(self._client.send("POST", PATH, body, asking))
+        await asyncio.wait([asking.over for asking in asked], timeout=TIMEOUT_S)
+        for sending in sendings:
+            if sending.exchange is not None:
+                sending.give_up("no answer in time")
+        return [asking.reply(probe) for asking in asked]
+
+    def _body(self, probe: Probe) -> bytes:
+        words = max(1, round((probe.prompt - self._extra_tokens) * self._words_per_token))
+        text = tokenizer.words(secrets.randbits(63), 0, words)
+        return b'{"prompt":"%b","max_tokens":%d,%b' % (text, probe.outputs, self._options)
+
+    async def _served(self) -> list[dict[str, Any]]:
+        try:
+            _, body = await self._client.fetch("GET", "/v1/models")
+        except (ConnectionError, TimeoutError) as error:
+            raise TailraceError(
+                f"no answer from {self.url} ({error or 'timeout'}): is it running?"
+            ) from None
+        try:
+            served = orjson.loads(body)["data"]
+            return [about for about in served if isinstance(about, dict)]
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            return []
+
+
+class _Asking:
+    """One request: an exchange of the client. The answer's clock is read once per token."""
+
+    def __init__(self) -> None:
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sent_s = 0.0
+        self._times_s: list[float] = []
+        self._answer = Answer(self._clock)
+        self._failure: str | None = None
+        self.body = self._answer.feed
+
+    def _clock(self) -> float:
+        self._times_s.append(time.monotonic())
+        return self._times_s[-1]
+
+    def head(self, code: int, headers: dict[bytes, bytes]) -> None:
+        """The head has come."""
+        del headers
+        self._answer.code = code
+
+    def ended(self) -> None:
+        """The response is complete."""
+        self._end(self._answer.failure())
+
+    def failed(self, kind: str) -> None:
+        """There will be no complete response."""
+        self._end(kind)
+
+    def _end(self, failure: str | None) -> None:
+        self._failure = failure
+        if not self.over.done():
+            self.over.set_result(None)
+
+    def reply(self, probe: Probe) -> Reply:
+        """Return what came of it."""
+        answer, failure = self._answer, self._failure
+        times = np.array(self._times_s)
+        if failure is None and answer.tokens < probe.outputs:
+            failure = f"{answer.tokens} instead of {probe.outputs} tokens"
+        elif failure is None and answer.tokens != len(times):
+            # Several tokens came in one event: take them as spread evenly.
+            share = np.linspace(0, len(times) - 1, answer.tokens)
+            times = np.interp(share, np.arange(len(times)), times)
+        # A server that does not count is believed to have got what was meant.
+        prompt = probe.prompt if answer.prompt_tokens is None else answer.prompt_tokens
+        return Reply(self.sent_s, times, prompt, answer.cached_tokens or 0, failure)

@@ -1,0 +1,389 @@
+"""Calibration from decision logs: regression on iterations that the simulator reconstructs.
+
+A log says when requests were sent, when their first token came and when they ended, but not what
+the server did in between. So each replica is simulated with the requests it really got and the
+model at hand; every wait for a first token and every answer is then the sum of the iterations that
+the simulation puts there, and a fit of these sums to the recorded times gives the next model. At
+the true model the reconstruction is the truth, and so it stays there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tailrace.calibrate.fit import FIXED, Fitted, Floats, Ints, Sums, fit
+from tailrace.calibrate.probes import BUDGETS
+from tailrace.calibrate.result import (
+    ASSUMED,
+    MEASURED,
+    Calibrated,
+    Calibration,
+    Point,
+    regimes,
+    with_capacity,
+)
+from tailrace.config import Cluster, CostModel, Engine, Replica
+from tailrace.errors import TailraceError
+from tailrace.replay.recorded import Recorded
+from tailrace.sim.fit import FIELDS, MAX_KNOTS, _candidate_knots
+from tailrace.sim.result import SimResult
+from tailrace.sim.simulator import Simulation, uses_reference
+from tailrace.workload.table import RequestTable
+
+LEAST_REQUESTS = 50
+#: Passes of simulating and fitting, the gain below which one is no better than the one before,
+#: and the share of a step below which there is nothing more to gain.
+PASSES, SETTLED, LEAST_STEP = 20, 1e-3, 0.1
+#: Requests that decide on the number of tokens per iteration, and the passes of a candidate.
+SAMPLE, SAMPLE_PASSES = 600, 2
+#: Jitter of recorded times, ms; what is not much longer counts less.
+JITTER_MS = 0.01
+#: Errors of the time to first token beyond which the log does not fit the simulator.
+DOUBTFUL = 0.25
+_MOST_ERRORS = 99.0
+
+TTFT_SHORT, TTFT_LONG = "first token, prompt <= 512", "first token, prompt > 512"
+TPOT_SMALL, TPOT_LARGE = "answer, batch <= 8", "answer, batch > 8"
+REGIMES = (TTFT_SHORT, TTFT_LONG, TPOT_SMALL, TPOT_LARGE)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The requests of one replica, in order of sending, and their recorded times."""
+
+    table: RequestTable
+    ttft_ms: Floats
+    answer_ms: Floats
+    """From the first token to the end; NaN for answers of one token."""
+    cached: Floats
+    """Prompt tokens that were cached, as far as the server said so."""
+
+
+@dataclass(frozen=True)
+class _Explained:
+    """Recorded times [k] of several parts as sums of iterations, and which time each is."""
+
+    sums: Sums
+    is_first: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    prompt: Floats
+    batch: Floats
+    """Mean number of tokens per iteration."""
+    context: Floats
+    simulated_ms: Floats
+
+
+def calibrate_log(
+    recorded: Recorded,
+    known: Replica,
+    *,
+    same: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Calibration:
+    """Calibrate every replica of a log. ``known``: what is known of the servers.
+
+    ``same``: the replicas are equal, fit one cost model to all. ``progress`` is told the percent
+    that are done.
+    """
+    tell = progress or (lambda _: None)
+    numbers = sorted(set(recorded.outcomes["replica"].tolist()))
+    if numbers != list(range(len(numbers))):
+        missing = next(k for k in range(len(numbers) + 1) if k not in numbers)
+        raise TailraceError(
+            f"the log has no answered request of replica {missing}; with --same the others can "
+            "stand for it"
+            if not same
+            else f"the log has no request of replica {missing}"
+        )
+    groups = [numbers] if same else [[k] for k in numbers]
+    found = []
+    for done, group in enumerate(groups):
+        parts = [_part(recorded, k) for k in group]
+        if sum(len(part.table) for part in parts) < LEAST_REQUESTS:
+            raise TailraceError(
+                f"replica {group[0]} has only {len(parts[0].table)} answered requests in the log; "
+                f"{LEAST_REQUESTS} are needed, or --same if all replicas are equal"
+            )
+        name = f"replica {group[0]}" if len(group) == 1 else f"replicas {group[0]} to {group[-1]}"
+        found.append(_calibrated(name, parts, known))
+        tell(int(100 * (done + 1) / len(groups)))
+    return Calibration("decision log", tuple(found))
+
+
+def _part(recorded: Recorded, replica: int) -> _Part:
+    rows = recorded.by_sending(replica)
+    done = recorded.outcomes[rows]
+    table = recorded.at(rows)
+    ttft = np.where(done["is_estimated"], np.nan, 1e3 * (done["first_s"] - done["sent_s"]))
+    answer = np.where(done["is_estimated"], np.nan, 1e3 * (done["last_s"] - done["first_s"]))
+    several = table.rows["output_tokens"] > 1
+    cached = np.maximum(done["cached_tokens"], 0).astype(np.float64)
+    return _Part(table, ttft, np.where(several & (answer > 0), answer, np.nan), cached)
+
+
+def _calibrated(name: str, parts: Sequence[_Part], known: Replica) -> Calibrated:
+    found: dict[str, tuple[int, str]] = {}
+    most = max(_most_at_once(part) for part in parts)
+    found["batch_cap"] = (max(most, known.batch_cap), ASSUMED)
+    replica, _ = with_capacity(known, found)
+    if uses_reference(Cluster(replicas=(replica,)), Engine()):
+        raise TailraceError(
+            f"a log is calibrated on the compiled engine, which has no scheduler "
+            f"{replica.scheduler} of {replica.num_stages} stages"
+        )
+    start = _first_guess(parts)
+    if "chunk_size" not in known.model_fields_set:
+        found["chunk_size"] = _token_budget(parts, replica, start)
+    replica, sources = with_capacity(known, found)
+    fitted, explained, _ = _settle(parts, replica, start, PASSES)
+    measured = explained.sums.ms
+    predicted = explained.simulated_ms + fitted.overhead_ms * explained.is_first
+    kinds = _kinds(explained)
+    result = Calibrated(
+        name=name,
+        replica=replica.model_copy(update={"cost": fitted.model, "count": len(parts)}),
+        overhead_ms=fitted.overhead_ms,
+        uncertainty=fitted.uncertainty,
+        sources=sources,
+        regimes=regimes(REGIMES, kinds, measured, predicted, worst=_MOST_ERRORS),
+        points=_points(explained, kinds, predicted),
+    )
+    warnings = []
+    if fitted.undetermined:
+        warnings.append(f"the log says nothing about {', '.join(fitted.undetermined)}")
+    doubtful = [r for r in result.regimes if r.mean_error > DOUBTFUL]
+    if doubtful:
+        warnings.append(
+            f"the times of {doubtful[0].name} are off by {doubtful[0].mean_error:.0%} on average: "
+            "give what you know of the servers (--chunk-size, --batch-cap, --num-blocks), and "
+            "check with `tailrace replay`"
+        )
+    return replace(result, warnings=tuple(warnings))
+
+
+# ---- the loop -----------------------------------------------------------------------------------
+
+
+def _settle(
+    parts: Sequence[_Part], replica: Replica, model: CostModel, passes: int
+) -> tuple[Fitted, _Explained, float]:
+    """Simulate and fit in turn as long as simulated times come nearer to the recorded ones.
+
+    A step that leads away is halved: near saturation a slightly slower model makes long queues,
+    and iterations summed up over those say little. Returns the fit, with the model that came
+    nearest, and its distance.
+    """
+    explained, nearest = _looked_at(parts, replica, model)
+    fitted, step = fit(explained.sums, noise_ms=JITTER_MS), 1.0
+    best, best_explained = replace(fitted, model=model), explained
+    for _ in range(passes):
+        trial = _blend(best.model, fitted.model, step)
+        explained, distance = _looked_at(parts, replica, trial)
+        if distance < (1.0 - SETTLED) * nearest:
+            nearest, step = distance, 1.0
+            fitted = fit(explained.sums, noise_ms=JITTER_MS)
+            best, best_explained = replace(fitted, model=trial), explained
+        else:
+            step /= 2
+            if step < LEAST_STEP:
+                break
+    return best, best_explained, nearest
+
+
+def _looked_at(
+    parts: Sequence[_Part], replica: Replica, model: CostModel
+) -> tuple[_Explained, float]:
+    """Return the recorded times as sums of simulated iterations, and how far the simulated are."""
+    now = replica.model_copy(update={"cost": model})
+    explained = _joined([_explained(part, now) for part in parts])
+    off = np.abs(np.log(np.maximum(explained.simulated_ms, 1e-3) / explained.sums.ms))
+    return explained, float(np.minimum(off, 1.0).mean())
+
+
+def _blend(a: CostModel, b: CostModel, share: float) -> CostModel:
+    """Return a model between two; of knots that only one has, that share of the slope."""
+    slopes: dict[float, float] = {}
+    for model, weight in ((a, 1.0 - share), (b, share)):
+        for knot, slope in model.knots:
+            slopes[knot] = slopes.get(knot, 0.0) + weight * slope
+    kept = sorted(slopes.items(), key=lambda item: -item[1])[:MAX_KNOTS]
+    values = {name: (1.0 - share) * getattr(a, name) + share * getattr(b, name) for name in FIELDS}
+    return CostModel(**values, knots=tuple(sorted((k, s) for k, s in kept if s > 0.0)))
+
+
+def _explained(part: _Part, replica: Replica) -> _Explained:
+    """Simulate the requests of a replica and sum up the iterations of each recorded time."""
+    result = _simulated(part.table, replica)
+    batches = result.batches
+    assert batches is not None
+    done = result.requests
+    tokens = batches["tokens"].astype(np.float64)
+    columns = [np.ones(len(batches)), tokens, batches["context"], batches["prefill_work"]]
+    knots = _candidate_knots(tokens)
+    columns += [np.maximum(tokens - knot, 0.0) for knot in knots]
+    # Sums up to any moment, an iteration under way counting by the share that is over.
+    edges = np.ravel(np.column_stack([batches["start_s"], batches["end_s"]]))
+    spans = []
+    for begin, end, ms in (
+        ("arrived_s", "first_token_s", part.ttft_ms),
+        ("first_token_s", "finished_s", part.answer_ms),
+    ):
+        rows = np.flatnonzero(np.isfinite(ms) & (ms > 0))
+        spans.append((rows, done[begin][rows], done[end][rows], ms[rows]))
+    count = sum(len(rows) for rows, *_ in spans)
+    matrix = np.zeros((count, len(columns)))
+    for j, column in enumerate(columns):
+        total = np.cumsum(column)
+        level = np.ravel(np.column_stack([total - column, total]))
+        matrix[:, j] = np.concatenate(
+            [np.interp(end, edges, level) - np.interp(begin, edges, level)
+             for _, begin, end, _ in spans]
+        )  # fmt: skip
+    is_first = np.concatenate([np.full(len(spans[0][0]), True), np.full(len(spans[1][0]), False)])
+    fixed = np.column_stack([matrix[:, : FIXED - 1], is_first.astype(np.float64)])
+    ms = np.concatenate([ms for *_, ms in spans])
+    rows = np.concatenate([rows for rows, *_ in spans])
+    iterations = np.maximum(matrix[:, 0], 1e-9)
+    return _Explained(
+        Sums(fixed, matrix[:, FIXED - 1 :], knots, ms),
+        is_first,
+        part.table.rows["prompt_tokens"][rows].astype(np.float64),
+        matrix[:, 1] / iterations,
+        matrix[:, 2] / iterations,
+        1e3 * np.concatenate([end - begin for _, begin, end, _ in spans]),
+    )
+
+
+def _simulated(table: RequestTable, replica: Replica) -> SimResult:
+    simulation = Simulation(
+        Cluster(replicas=(replica,)), table, engine=Engine(exact=True), record_batches=True
+    )
+    simulation.replay(np.zeros(len(table), np.int64))
+    return simulation.result()
+
+
+def _joined(parts: Sequence[_Explained]) -> _Explained:
+    if len(parts) == 1:
+        return parts[0]
+    knots = sorted(set.intersection(*(set(part.sums.knots) for part in parts)))
+    hinges = [part.sums.hinges[:, [part.sums.knots.index(k) for k in knots]] for part in parts]
+    fixed, ms = (np.concatenate([getattr(p.sums, name) for p in parts]) for name in ("fixed", "ms"))
+    return _Explained(
+        Sums(fixed, np.concatenate(hinges), knots, ms),
+        *(
+            np.concatenate([getattr(p, name) for p in parts])
+            for name in ("is_first", "prompt", "batch", "context", "simulated_ms")
+        ),
+    )
+
+
+# ---- what is not known --------------------------------------------------------------------------
+
+
+def _first_guess(parts: Sequence[_Part]) -> CostModel:
+    """Return a model from the answers alone, without a simulation.
+
+    Every iteration gives each answer under way a token, so an answer of n tokens took n - 1 of
+    them. What else was in them is known from the log: the other answers under way on average, and
+    the prompts whose first token came meanwhile.
+    """
+    rows = [_answers(part) for part in parts]
+    fixed, ms = (np.concatenate([r[k] for r in rows]) for k in (0, 1))
+    if len(ms) < FIXED:
+        raise TailraceError("the log has no streamed answers of two tokens or more to learn from")
+    return fit(Sums(fixed, np.zeros((len(ms), 0)), (), ms), noise_ms=JITTER_MS).model
+
+
+def _answers(part: _Part) -> tuple[Floats, Floats]:
+    """Return the sums of iterations [k, FIXED] of answers, roughly, and their times in ms."""
+    about = part.table.rows
+    used = np.flatnonzero(np.isfinite(part.answer_ms) & np.isfinite(part.ttft_ms))
+    prompt, output = (about[n][used].astype(np.float64) for n in ("prompt_tokens", "output_tokens"))
+    first = about["arrival_s"][used] + 1e-3 * part.ttft_ms[used]
+    last = first + 1e-3 * part.answer_ms[used]
+    held = prompt + output / 2
+    fresh = prompt - np.minimum(part.cached[used], prompt)
+    work = fresh * (prompt - fresh / 2)
+    seconds = last - first
+
+    def mean(amount: Floats) -> Floats:
+        """Mean over each answer's time of an amount that each answer under way adds."""
+        moments = np.concatenate([first, last])
+        order = np.argsort(moments, kind="stable")
+        level = np.cumsum(np.concatenate([amount, -amount])[order])
+        at = moments[order]
+        area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(at))])
+        spans: Floats = np.interp(last, at, area) - np.interp(first, at, area)
+        return spans / seconds
+
+    def meanwhile(amount: Floats) -> Floats:
+        """Sum of an amount over the first tokens during each answer."""
+        order = np.argsort(first, kind="stable")
+        total = np.concatenate([[0.0], np.cumsum(amount[order])])
+        sooner = first[order]
+        until, since = (np.searchsorted(sooner, at, side="right") for at in (last, first))
+        found: Floats = total[until] - total[since]
+        return found
+
+    steps = output - 1
+    columns = (
+        steps, steps * mean(np.ones_like(steps)) + meanwhile(fresh), steps * mean(held),
+        meanwhile(work), np.zeros_like(steps),
+    )  # fmt: skip
+    return np.column_stack(columns), part.answer_ms[used]
+
+
+def _token_budget(parts: Sequence[_Part], replica: Replica, start: CostModel) -> tuple[int, str]:
+    """Return the tokens per iteration that explain a part of the log best."""
+    largest = max(int(part.table.rows["prompt_tokens"].max()) for part in parts)
+    sample = [_beginning(part, SAMPLE // len(parts)) for part in parts]
+    errors: dict[int, float] = {}
+    for budget in BUDGETS:
+        now = replica.model_copy(update={"chunk_size": budget})
+        errors[budget] = _settle(sample, now, start, SAMPLE_PASSES)[2]
+        if budget >= 2 * largest:
+            break
+    best = min(errors, key=lambda budget: errors[budget])
+    others = min((e for budget, e in errors.items() if budget != best), default=0.0)
+    return best, MEASURED if errors[best] < 0.9 * others else ASSUMED
+
+
+def _beginning(part: _Part, count: int) -> _Part:
+    rows = part.table.rows[:count]
+    times = (values[:count] for values in (part.ttft_ms, part.answer_ms, part.cached))
+    return _Part(RequestTable(rows, part.table.runs), *times)
+
+
+def _most_at_once(part: _Part) -> int:
+    """Return how many requests were answering at the same time, at most."""
+    sent = part.table.rows["arrival_s"]
+    first = sent + 1e-3 * np.nan_to_num(part.ttft_ms)
+    last = first + 1e-3 * np.nan_to_num(part.answer_ms)
+    moments = np.concatenate([first, last])
+    steps: Ints = np.concatenate([np.ones(len(first), np.int64), -np.ones(len(last), np.int64)])
+    order = np.lexsort((steps, moments))
+    return int(np.cumsum(steps[order]).max(initial=1))
+
+
+# ---- errors -------------------------------------------------------------------------------------
+
+
+def _kinds(explained: _Explained) -> list[str]:
+    first = np.where(explained.prompt <= 512, TTFT_SHORT, TTFT_LONG)
+    answer = np.where(explained.batch <= 8, TPOT_SMALL, TPOT_LARGE)
+    return [str(k) for k in np.where(explained.is_first, first, answer)]
+
+
+def _points(explained: _Explained, kinds: Sequence[str], predicted: Floats) -> tuple[Point, ...]:
+    """Return at most a few hundred of the times, evenly chosen, for plots."""
+    some = np.unique(np.linspace(0, len(kinds) - 1, 400).astype(int))
+    return tuple(
+        Point(
+            kinds[k],
+            float(explained.prompt[k] if explained.is_first[k] else explained.batch[k]),
+            float(explained.context[k]),
+            float(explained.sums.ms[k]),
+            float(predicted[k]),
+        )
+        for k in some
+    )

@@ -1,0 +1,147 @@
+"""``tailrace replay``: recorded traffic under other policies and sizes, and how far to trust it."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tailrace.cli import console, names
+from tailrace.cli.options import (
+    OUTPUT,
+    SEED,
+    SectionedCommand,
+    SectionOption,
+    jobs_option,
+    json_option,
+    quiet_option,
+    section_options,
+    take_scenario,
+    warmup_option,
+)
+from tailrace.config import Router
+from tailrace.errors import TailraceError
+
+_FILE = click.Path(path_type=Path)
+USUAL = ("tailrace", "load_aware", "least_outstanding", "round_robin")
+
+
+def _router_options(function: Any) -> Any:
+    return section_options(function, "Router", "router", Router)
+
+
+@click.command("replay", cls=SectionedCommand)
+@click.argument("traffic", type=_FILE, metavar="LOG_OR_TABLE")
+@click.option(
+    "--cluster", "--config", "config", type=_FILE, required=True, metavar="FILE",
+    cls=SectionOption, help="The replicas ([[cluster.replicas]]), as `calibrate` writes them.",
+)  # fmt: skip
+@click.option(
+    "-p", "--policy", "policies", multiple=True, default=USUAL, show_default=True,
+    cls=SectionOption, shell_complete=names.policies,
+    help="Router to try; may be repeated (see `tailrace policies`).",
+)  # fmt: skip
+@click.option(
+    "--replicas", metavar="N,...", cls=SectionOption,
+    help="Numbers of replicas to try: the first of the cluster, or all and the same again. "
+    "[default: those of the cluster]",
+)  # fmt: skip
+@_router_options
+@click.option(
+    "--seed", type=SEED, default=0, show_default=True, cls=SectionOption, help="Seed of ties."
+)
+@jobs_option
+@warmup_option
+@click.option(
+    "--plot", type=_FILE, metavar="FILE", cls=SectionOption, section=OUTPUT,
+    help="Draw cost by size, and simulated against recorded; FILE ends in .png, .svg or .pdf.",
+)  # fmt: skip
+@json_option
+@quiet_option
+def command(
+    traffic: Path,
+    policies: tuple[str, ...],
+    replicas: str | None,
+    seed: int,
+    jobs: int | None,
+    warmup: float,
+    plot: Path | None,
+    as_json: bool,
+    quiet: bool,
+    **settings: Any,
+) -> None:
+    """Say what recorded traffic would have been like under other policies and with more replicas.
+
+    Of a decision log the recorded latencies are compared with simulated ones first, so that you
+    know how far to trust the rest.
+
+    For example: tailrace replay decisions/ --cluster cluster.toml --replicas 3,4,5
+    """
+    from tailrace.evaluate.metrics import summarise
+    from tailrace.output.atomic import check_target
+    from tailrace.output.live_replays import RECORDED, plot_replay, print_fidelity, print_outcomes
+    from tailrace.output.plots import PLOT_SUFFIXES
+    from tailrace.replay import recorded as logs
+    from tailrace.replay.fidelity import fidelity
+    from tailrace.replay.what_if import what_if
+    from tailrace.workload import traces
+
+    if plot is not None:
+        check_target(plot, PLOT_SUFFIXES)
+    scenario = take_scenario(settings | {"scenario": None, "assignments": ()})
+    cluster = scenario.cluster
+    sizes = _sizes(replicas, cluster.size)
+    found = before = None
+    if logs.is_recorded(traffic):
+        log = logs.read(traffic)
+        table = log.table
+        found = fidelity(log, cluster, scenario.engine)
+        name = f"{RECORDED}: {', '.join(log.policies)}"
+        before = (name, log.replicas, summarise(log.result(), warmup))
+    else:
+        trace = traces.read(traffic)
+        table = trace.table
+        if not trace.has_arrivals:
+            raise TailraceError(f"{traffic} has no arrival times to replay")
+    show = not (as_json or quiet)
+    total = len(sizes) * len(set(policies))
+    with console.own_output(), console.progress("simulating", total, enabled=show) as update:
+        outcomes = what_if(
+            table, cluster, policies, sizes, router=scenario.router, engine=scenario.engine,
+            seed=seed, warmup_fraction=warmup, jobs=jobs, progress=update,
+        )  # fmt: skip
+    if plot is not None:
+        plot_replay(outcomes, found, plot)
+    if as_json:
+        console.print_json(
+            {
+                "requests": len(table),
+                "fidelity": None if found is None else {
+                    "latencies": [
+                        {**vars(a), "mean_error": a.mean_error, "p50_error": a.p50_error,
+                         "p99_error": a.p99_error}
+                        for a in found.latencies
+                    ],
+                    "recorded_hit_rate": found.recorded_hit_rate,
+                    "simulated_hit_rate": found.simulated_hit_rate,
+                },
+                "recorded": before and {"policy": before[0], "summary": before[2]},
+                "outcomes": outcomes,
+            }
+        )  # fmt: skip
+        return
+    screen = console.stdout()
+    if found is not None:
+        print_fidelity(screen, found)
+    print_outcomes(screen, outcomes, before)
+
+
+def _sizes(text: str | None, default: int) -> list[int]:
+    """Read numbers with commas between them."""
+    if text is None:
+        return [default]
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise TailraceError(
+            f"--replicas takes whole numbers with commas between them, got '{text}'"
+        ) from None

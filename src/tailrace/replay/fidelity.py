@@ -1,0 +1,157 @@
+"""How far a simulation of recorded traffic is from what was recorded.
+
+Every request is sent to its recorded replica at its recorded moment, so that only the replicas are
+put to the test: cost model, capacity and prefix cache. Times count from the sending, as a wait at
+the router is no replica's doing.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.config import Cluster, Engine
+from tailrace.errors import TailraceError
+from tailrace.policy.base import Policy
+from tailrace.policy.view import View
+from tailrace.replay.recorded import Recorded
+from tailrace.sim.result import SimResult
+from tailrace.sim.simulator import Simulation, simulate, uses_reference
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """One latency, recorded against simulated. Errors are shares: 0.1 is 10 % too long."""
+
+    name: str
+    requests: int
+    recorded_mean_s: float
+    simulated_mean_s: float
+    recorded_p50_s: float
+    simulated_p50_s: float
+    recorded_p99_s: float
+    simulated_p99_s: float
+    typical_error: float
+    """Median over requests of the size of the error."""
+    worst_error: float
+    """99th percentile of that."""
+    correlation: float | None
+    """Rank correlation over requests; None: fewer than three, or all equal."""
+
+    @property
+    def mean_error(self) -> float:
+        """Error of the mean."""
+        return self.simulated_mean_s / self.recorded_mean_s - 1.0
+
+    @property
+    def p50_error(self) -> float:
+        """Error of the median."""
+        return self.simulated_p50_s / self.recorded_p50_s - 1.0
+
+    @property
+    def p99_error(self) -> float:
+        """Error of the 99th percentile."""
+        return self.simulated_p99_s / self.recorded_p99_s - 1.0
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """Simulated against recorded latencies."""
+
+    latencies: tuple[Agreement, ...]
+    recorded_hit_rate: float | None
+    """Cached share of prompt tokens; None: the servers did not say."""
+    simulated_hit_rate: float
+    recorded_s: dict[str, Floats]
+    """Latencies by name and request, for plots."""
+    simulated_s: dict[str, Floats]
+
+
+def fidelity(recorded: Recorded, cluster: Cluster, engine: Engine | None = None) -> Fidelity:
+    """Simulate a log on its own replicas and compare; ``cluster`` is in the order of the log's."""
+    if cluster.size < recorded.replicas:
+        raise TailraceError(
+            f"the log names {recorded.replicas} replicas and the cluster file has {cluster.size}: "
+            "give the cluster that was recorded"
+        )
+    rows = recorded.by_sending()
+    result = _resent(recorded, rows, cluster, engine or Engine())
+    done, before = result.requests, recorded.outcomes[rows]
+    streamed = ~before["is_estimated"]
+    pairs = {
+        "TTFT": (before["first_s"] - before["sent_s"], done["first_token_s"] - done["arrived_s"],
+                 streamed),
+        "E2E": (before["last_s"] - before["sent_s"], done["finished_s"] - done["arrived_s"],
+                np.full(len(rows), True)),
+    }  # fmt: skip
+    latencies = []
+    was: dict[str, Floats] = {}
+    now: dict[str, Floats] = {}
+    for name, (real, simulated, counts) in pairs.items():
+        if counts.any():
+            was[name], now[name] = real[counts], simulated[counts]
+            latencies.append(agreement(name, was[name], now[name]))
+    told = before["cached_tokens"] >= 0
+    prompt = result.table.rows["prompt_tokens"].astype(np.float64)
+    real_hits = (
+        float(before["cached_tokens"][told].sum() / prompt[told].sum()) if told.any() else None
+    )
+    hits = float(done["cached_tokens"].sum() / prompt.sum())
+    return Fidelity(tuple(latencies), real_hits, hits, was, now)
+
+
+def agreement(name: str, recorded_s: Floats, simulated_s: Floats) -> Agreement:
+    """Compare one latency of the same requests [k], both in seconds."""
+    errors = np.abs(simulated_s / recorded_s - 1.0)
+    real, ours = (np.percentile(values, (50, 99)) for values in (recorded_s, simulated_s))
+    return Agreement(
+        name,
+        len(errors),
+        float(recorded_s.mean()),
+        float(simulated_s.mean()),
+        float(real[0]),
+        float(ours[0]),
+        float(real[1]),
+        float(ours[1]),
+        float(np.median(errors)),
+        float(np.percentile(errors, 99)),
+        _rank_correlation(recorded_s, simulated_s),
+    )
+
+
+def _rank_correlation(a: Floats, b: Floats) -> float | None:
+    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    from scipy.stats import rankdata
+
+    return float(np.corrcoef(rankdata(a), rankdata(b))[0, 1])
+
+
+def _resent(
+    recorded: Recorded, rows: NDArray[np.int64], cluster: Cluster, engine: Engine
+) -> SimResult:
+    """Simulate requests in order of sending, each on its recorded replica."""
+    table = recorded.at(rows)
+    replicas = recorded.outcomes["replica"][rows].astype(np.int64)
+    if uses_reference(cluster, engine):
+        return simulate(cluster, table, _Recorded(replicas), engine=engine)
+    simulation = Simulation(cluster, table, engine=engine)
+    simulation.replay(replicas)
+    return simulation.result()
+
+
+class _Recorded(Policy):
+    """Sends every request where it was sent before."""
+
+    name = "recorded"
+
+    def __init__(self, replicas: NDArray[np.int64]) -> None:
+        self._replicas = replicas
+
+    def scores(self, view: View) -> NDArray[np.float64]:
+        """Return 0 for the recorded replica and 1 for the others."""
+        scores = np.ones(len(view.replicas))
+        scores[self._replicas[int(view.request["id"])]] = 0.0
+        return scores

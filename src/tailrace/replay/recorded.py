@@ -1,0 +1,128 @@
+"""A decision log as traffic with what became of it: where each request went and when it ended."""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import TailraceError
+from tailrace.sim.result import FINISHED, REPLICA_RESULT, REQUEST_RESULT, SimResult
+from tailrace.workload import decisionlog, traces
+from tailrace.workload.table import RequestTable
+
+#: What became of one request. Times are seconds from the first arrival.
+OUTCOME = np.dtype(
+    [
+        ("arrived_s", "f8"),  # at the router
+        ("sent_s", "f8"),  # to its replica
+        ("first_s", "f8"),  # first token, at the router
+        ("last_s", "f8"),  # end of the answer
+        ("replica", "i4"),
+        ("cached_tokens", "i4"),  # as the server says, -1: it does not
+        ("is_estimated", "?"),  # first_s is an estimate: the answer did not stream
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Answered requests in the order of their arrival, and what became of them [R] (OUTCOME)."""
+
+    table: RequestTable
+    outcomes: NDArray[np.void]
+    policies: tuple[str, ...]
+    """Policies that decided, the one with the most decisions first."""
+    skipped: int
+    """Requests that were not answered, and are in neither."""
+
+    @property
+    def replicas(self) -> int:
+        """Replicas that the numbers in the log call for."""
+        return int(self.outcomes["replica"].max()) + 1
+
+    def at(self, rows: NDArray[np.int64]) -> RequestTable:
+        """Return some requests as their replicas got them: in order of sending, at these times.
+
+        ``rows`` must be in that order. Follow-ups keep their times, whatever the turn before does.
+        """
+        part = self.table.rows[rows].copy()
+        part["arrival_s"] = self.outcomes["sent_s"][rows] - self.outcomes["sent_s"][rows[0]]
+        part["parent"] = -1
+        part["think_s"] = 0.0
+        table = RequestTable(part, self.table.runs)
+        table.validate()
+        return table
+
+    def by_sending(self, replica: int | None = None) -> NDArray[np.int64]:
+        """Return row numbers in order of sending, of one replica or of all."""
+        order = np.argsort(self.outcomes["sent_s"], kind="stable")
+        return order if replica is None else order[self.outcomes["replica"][order] == replica]
+
+    def result(self) -> SimResult:
+        """Return what was recorded as a simulation would: latencies count from the arrival.
+
+        The scheduling delay is the wait at the router, for no more of it is known.
+        """
+        done = np.zeros(len(self.table), REQUEST_RESULT)
+        for name, source in (
+            ("arrived_s", "arrived_s"),
+            ("scheduled_s", "sent_s"),
+            ("first_token_s", "first_s"),
+            ("finished_s", "last_s"),
+            ("replica", "replica"),
+        ):
+            done[name] = self.outcomes[source]
+        done["status"] = FINISHED
+        done["cached_tokens"] = np.maximum(self.outcomes["cached_tokens"], 0)
+        replicas = np.zeros(self.replicas, REPLICA_RESULT)
+        replicas["requests"] = np.bincount(done["replica"], minlength=self.replicas)
+        return SimResult(self.table, done, replicas, len(done))
+
+
+def is_recorded(path: Path) -> bool:
+    """Whether a file, or a folder, is a decision log."""
+    try:
+        return traces.detect(path) == "decisions"
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def read(path: Path) -> Recorded:
+    """Read a decision log, a file or a folder of them, with the times of its requests."""
+    if not is_recorded(path):
+        raise TailraceError(
+            f"{path} is no decision log; `tailrace serve --set decisions.folder=DIR` writes one"
+        )
+    trace = traces.read(path)
+    answered: dict[str, tuple[str, dict[str, Any]]] = {}
+    for where, _, data in decisionlog.records(path):
+        # The same choice and order as in decisionlog.read: the last good attempt of a request.
+        if data.get("outcome") == "done" and data.get("output_tokens"):
+            answered[str(data["id"])] = (where, data)
+    chosen = sorted(answered.values(), key=lambda item: item[1]["arrived"])
+    outcomes = np.zeros(len(chosen), OUTCOME)
+    start_s = float(chosen[0][1]["arrived"])
+    for row, (where, data) in zip(outcomes, chosen, strict=True):
+        for name, key in (
+            ("arrived_s", "arrived"), ("sent_s", "sent"), ("first_s", "first"), ("last_s", "last")
+        ):  # fmt: skip
+            row[name] = _number(where, data, key) - start_s
+        row["replica"] = int(_number(where, data, "replica"))
+        cached = data.get("cached_reported")
+        row["cached_tokens"] = cached if isinstance(cached, int) else -1
+        row["is_estimated"] = bool(data.get("estimated"))
+        if not row["sent_s"] < row["first_s"] <= row["last_s"] or row["replica"] < 0:
+            raise TailraceError(f"{where}: the times of the request are not in order")
+    policies = Counter(str(data.get("policy")) for _, data in chosen)
+    names = tuple(name for name, _ in policies.most_common())
+    return Recorded(trace.table, outcomes, names, trace.skipped)
+
+
+def _number(where: str, data: dict[str, Any], key: str) -> float:
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TailraceError(f"{where}, column {key}: must be a number, got {value!r}")
+    return float(value)

@@ -1,0 +1,68 @@
+"""A decision log of simulated traffic, written by the router's own Fleet and DecisionLog."""
+
+import heapq
+
+import numpy as np
+
+from router.fleets import Clock, backends, new_chooser
+from tailrace.bench.prompts import PromptWriter
+from tailrace.router.asked import Asked
+from tailrace.router.decisions import DecisionLog, DecisionLogSettings
+from tailrace.router.fleet import Fleet
+from tailrace.sim.simulator import simulate
+
+START_S = 1000.0
+
+
+def write_log(folder, cluster, table, policy="least_outstanding", overhead_s=0.0, jitter_s=0.0):
+    """Simulate a table and log it as if a router had served it; returns the simulation's result.
+
+    ``overhead_s`` passes before an answer begins to come in, ``jitter_s`` is the mean of a random
+    delay more.
+    """
+    result = simulate(cluster, table, policy)
+    done, rows = result.requests, table.rows
+    writer, clock = PromptWriter(table), Clock(START_S)
+    fleet = Fleet(backends(*cluster.expanded()), clock)
+    chooser = new_chooser(fleet)
+    log = DecisionLog(DecisionLogSettings(folder=folder), b"s" * 32, clock_now=START_S)
+    rng = np.random.default_rng(0)
+    late = overhead_s + rng.exponential(jitter_s or 1e-12, (len(table), 2))
+    events = []
+    for row in range(len(table)):
+        arrived, first, last = (
+            float(done[name][row]) for name in ("arrived_s", "first_token_s", "finished_s")
+        )
+        first, last = first + float(late[row, 0]), last + float(late[row, 1])
+        events += [(arrived, 0, row), (first, 1, row), (max(first, last), 2, row)]
+    heapq.heapify(events)
+    flights = {}
+    while events:
+        at, kind, row = heapq.heappop(events)
+        clock.now = START_S + at
+        if kind == 0:
+            text = writer.write(row).text().decode()
+            asked = Asked("chat", "m", text=text, streams=True)
+            if rows["session"][row] >= 0:
+                asked.session = f"session {rows['session'][row]}"
+            before = int(rows["parent"][row])
+            if before >= 0:
+                begun = int(rows["prompt_tokens"][before])
+                ended = begun + int(rows["output_tokens"][before])
+                asked.answer = (4 * begun, 4 * ended)
+            arrival = fleet.arrive(asked, prompt_tokens=int(rows["prompt_tokens"][row]))
+            replica = int(done["replica"][row])
+            decision = chooser.choose(arrival, [r for r in range(len(fleet)) if r != replica])
+            decision.policy = policy
+            flights[row] = fleet.open(arrival, replica, decision)
+        elif kind == 1:
+            flights[row].tokens(1)
+        else:
+            flight = flights.pop(row)
+            prompt, output = int(rows["prompt_tokens"][row]), int(rows["output_tokens"][row])
+            flight.usage(prompt, output, int(done["cached_tokens"][row]))
+            flight.close("done")
+            log.write(flight, "done")
+    log.close()
+    assert (log.written, log.dropped) == (len(table), 0), log.last_error
+    return result

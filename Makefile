@@ -69,7 +69,7 @@ evaluate: $(STAMP) ## the trained policy on both suites against all opponents (a
 
 $(VIDUR)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VIDUR)
-	$(VIDUR)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[vidur]' 'pytest>=8.2,<10'
+	$(VIDUR)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,vidur]' 'pytest>=8.2,<10'
 	@touch $@
 
 test-vidur: $(VIDUR)/.installed ## policies inside the real Vidur, and its times against ours

@@ -1,4 +1,8 @@
-"""Work done side by side by several processes, ended cleanly when it is interrupted."""
+"""Work done side by side by several processes, ended cleanly when it is interrupted.
+
+The processes are those of this machine, unless :func:`working_on` says otherwise; what is done with
+them does not depend on where they are.
+"""
 
 import multiprocessing
 import os
@@ -6,8 +10,10 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from contextvars import ContextVar
 from multiprocessing.connection import wait as wait_for
 from typing import TypeVar
 
@@ -15,6 +21,20 @@ from tailrace.errors import TailraceError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+#: Makes the workers of a crew that does not work on this machine.
+Place = Callable[[], Executor]
+_place: ContextVar[Place | None] = ContextVar("place", default=None)
+
+
+@contextmanager
+def working_on(place: Place | None) -> Iterator[None]:
+    """Let all crews begun herein work at another place, with as many workers as it has."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 def cores() -> int:
@@ -32,7 +52,8 @@ class Crew:
 
     def __init__(self, jobs: int | None = None) -> None:
         self._jobs = jobs or cores()
-        self._pool: ProcessPoolExecutor | None = None
+        self._place = _place.get()
+        self._pool: Executor | None = None
         self._others: set[multiprocessing.process.BaseProcess] = set()
 
     def __enter__(self) -> "Crew":
@@ -78,9 +99,13 @@ class Crew:
             raise _worker_died() from None
 
     def _works_here(self, tasks: Sequence[T]) -> bool:
+        if self._place is not None:
+            return False
         return self._jobs <= 1 or (len(tasks) <= 1 and self._pool is None)
 
-    def _start(self) -> ProcessPoolExecutor:
+    def _start(self) -> Executor:
+        if self._pool is None and self._place is not None:
+            self._pool = self._place()
         if self._pool is None:
             # spawn: a fork would copy threads and locks of Numba and Arrow in any state.
             context = multiprocessing.get_context("spawn")

@@ -217,3 +217,20 @@ def test_one_scenario_is_run_against_the_best_rules_on_record(
     }  # fmt: skip
     run_json(*QUICK, "-p", "lmetric", "--write-shipped")
     assert set(json.loads((tmp_path / "best.json").read_text())) == {"custom", "other"}
+
+
+@pytest.mark.compiled
+def test_other_seeds_of_the_same_purpose(run_json):
+    asked = (
+        "evaluate",
+        "--scenario",
+        "scale-2",
+        "--requests",
+        60,
+        "--against",
+        "none",
+        "--seeds",
+        2,
+    )
+    found = [run_json(*asked, "--first-seed", n)["seeds"] for n in (0, 2)]
+    assert found[0][1] + 1 == found[1][0]

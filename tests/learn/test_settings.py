@@ -25,6 +25,10 @@ def randomise(**over):
     return {"scenarios": [], "randomise": over}
 
 
+PPO = {"method": "ppo"}
+LIVE = PPO | {"env": "live", "serve": "router.toml"}
+
+
 @pytest.mark.parametrize(
     ("over", "message"),
     [
@@ -65,6 +69,16 @@ def randomise(**over):
         ({"method": "ppo", "ppo": {"target_kl": 0.1}}, "target_kl does nothing by itself"),
         ({"method": "ppo", "exploration": {"stagnation": 2}}, "set pulse_factor above 1"),
         ({"method": "dqn"}, "method: .*'branching' or 'ppo'"),
+        ({"env": "vidur"}, "env = 'vidur' needs method = 'ppo': only the simulator can be copied"),
+        ({"serve": "router.toml"}, "settings of a live router, but env = 'sim'"),
+        (PPO | {"env": "live"}, "env = 'live' needs serve: the settings of the router"),
+        (LIVE | {"ppo": {"group": 2}}, "env = 'live' has one cluster.*ppo.group must be 1"),
+        (LIVE | {"curriculum": [STAGE]}, "env = 'live' takes requests as they come"),
+        (
+            LIVE | {"reward": {"relative": 0.5, "reference": "random"}},
+            "only the simulator can do: env = 'live' needs reference = 'past'",
+        ),
+        (PPO | {"env": "vidur", **randomise()}, "env = 'vidur' plays scenarios"),
         (randomise(replicas=[4, 2]), r"replicas = \[4, 2\] must be two rising"),
         (randomise(replicas=[1, 4]), "fewer than 2 replicas"),
         (randomise(replicas=[2, 5000]), "randomise.replicas.1: .*1024"),

@@ -15,6 +15,7 @@ from tailrace.cli.options import (
     jobs_option,
     json_option,
     quiet_option,
+    workers_option,
 )
 from tailrace.errors import TailraceError
 
@@ -61,6 +62,12 @@ def _suites(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> li
     f"{DEFAULT_RANKING_SEEDS}]",
 )  # fmt: skip
 @click.option(
+    "--first-seed", type=click.IntRange(0, 100_000_000), default=0, show_default=True,
+    cls=SectionOption, metavar="N",
+    help="Begin with the N-th of the seeds: once results were looked at, judge what was changed "
+    "since then on others.",
+)  # fmt: skip
+@click.option(
     "--selection-seeds", type=click.IntRange(1, 10_000), default=5, show_default=True,
     cls=SectionOption, metavar="N", help="How many tuning seeds choose the best rules.",
 )  # fmt: skip
@@ -82,6 +89,7 @@ def _suites(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> li
     help="Hard limit: longer waits for a first token are counted.",
 )  # fmt: skip
 @jobs_option
+@workers_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), cls=SectionOption, section="Output",
     metavar="FOLDER",
@@ -146,6 +154,7 @@ def _plan(
     policies: tuple[str, ...],
     against: tuple[str, ...],
     seed_count: int | None,
+    first_seed: int,
     selection_seeds: int,
     purpose: str | None,
     requests: int | None,
@@ -192,7 +201,7 @@ def _plan(
         tuple(found),
         tuple(everybody),
         tested[0].label if tested and run is None else None,
-        take(count),
+        take(count, first_seed),
         suites.selection_seeds(selection_seeds),
         Measure(warmup, ttft_limit_s),
     )

@@ -7,6 +7,7 @@ choices, default and help come from the field. Options win over ``--config``, wh
 
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -145,6 +146,24 @@ def jobs_option(function: F) -> F:
         "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
         help="Processes that work side by side; no result depends on it. [default: one per core]",
     )(function)  # fmt: skip
+
+
+def workers_option(function: F) -> F:
+    """Add ``--workers``, to a command with ``--jobs``: all its crews work there."""
+
+    @wraps(function)
+    def there(*args: Any, workers: str, **params: Any) -> Any:
+        from tailrace.distributed.pool import place
+        from tailrace.parallel import working_on
+
+        with working_on(place(workers, params["jobs"])):
+            return function(*args, **params)
+
+    return click.option(
+        "--workers", default="local", cls=SectionOption, metavar="WHERE",
+        help="Where they work: local, ray (Ray, started on this machine) or ray:ADDRESS (a Ray "
+        "cluster; then one process per CPU of it). [default: local]",
+    )(there)  # type: ignore[return-value]  # fmt: skip
 
 
 def json_option(function: F) -> F:

@@ -14,6 +14,7 @@ from tailrace.cli.options import (
     jobs_option,
     json_option,
     quiet_option,
+    workers_option,
 )
 from tailrace.config import Scenario, assign
 from tailrace.errors import TailraceError
@@ -47,6 +48,15 @@ from tailrace.errors import TailraceError
     help="Train on this workload, by name or a file of requests, instead of scenarios.",
 )  # fmt: skip
 @click.option(
+    "--env", type=click.Choice(["sim", "vidur", "live"]), cls=SectionOption,
+    help="World to improve the policy in by PPO: the simulator, real Vidur, or the requests of a "
+    "live router (--serve). [default: sim]",
+)  # fmt: skip
+@click.option(
+    "--serve", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
+    help="Settings of that router, as for `tailrace serve --config`; it is run by this command.",
+)  # fmt: skip
+@click.option(
     "--seed", type=click.IntRange(0, 899), cls=SectionOption, metavar="N",
     help="Number of the run: weights and traffic follow from it. [default: the preset's, 0]",
 )  # fmt: skip
@@ -64,6 +74,7 @@ from tailrace.errors import TailraceError
     help="Go on with the run in this folder, exactly where it stopped.",
 )  # fmt: skip
 @jobs_option
+@workers_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", cls=SectionOption,
     section="Output", help="Folder of the run. [default: runs/PRESET-SEED]",
@@ -77,6 +88,8 @@ def command(
     start: str | None,
     cluster: Path | None,
     workload: str | None,
+    env: str | None,
+    serve: Path | None,
     seed: int | None,
     updates: int | None,
     assignments: tuple[str, ...],
@@ -93,7 +106,7 @@ def command(
     """
     own = cluster is not None or workload is not None
     asked = (
-        preset, config, scenarios or None, start, cluster, workload, seed, updates,
+        preset, config, scenarios or None, start, cluster, workload, env, serve, seed, updates,
         assignments or None, output,
     )  # fmt: skip
     if resume is not None and any(value is not None for value in asked):
@@ -121,8 +134,12 @@ def command(
             over |= {"scenarios": [_own_scenario(cluster, workload)], "randomise": None}
         if scenarios:
             over |= {"scenarios": list(scenarios), "randomise": None}
-        over |= {k: v for k, v in (("seed", seed), ("updates", updates)) if v is not None}
+        given = (("env", env), ("serve", serve and str(serve.resolve())), ("seed", seed),
+                 ("updates", updates))  # fmt: skip
+        over |= {k: v for k, v in given if v is not None}
         data = merged(data, over)
+        if data.get("env", "sim") != "sim":
+            data.setdefault("method", "ppo")  # the only one there
         for text in assignments:
             assign(data, *assignment(text))
         chosen = s.build(data)

@@ -13,6 +13,7 @@ from tailrace.cli.options import (
     jobs_option,
     json_option,
     quiet_option,
+    workers_option,
 )
 from tailrace.errors import TailraceError, unknown_name
 
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     metavar="N", help="Rounds of learning for predict_greedy.",
 )  # fmt: skip
 @jobs_option
+@workers_option
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), cls=SectionOption, section="Output",
     metavar="FILE",

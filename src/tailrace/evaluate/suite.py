@@ -112,9 +112,9 @@ class Plan:
         return tuple(Traffic(s, rate, seed) for s, rate in pairs for seed in seeds)
 
 
-def evaluation_seeds(count: int) -> tuple[int, ...]:
-    """Return seeds that nothing was ever chosen on."""
-    return tuple(seeds(Purpose.EVALUATION, count))
+def evaluation_seeds(count: int, first: int = 0) -> tuple[int, ...]:
+    """Return seeds that nothing was ever chosen on, from the ``first``-th on."""
+    return tuple(seeds(Purpose.EVALUATION, count, first))
 
 
 def selection_seeds(count: int) -> tuple[int, ...]:
@@ -122,9 +122,9 @@ def selection_seeds(count: int) -> tuple[int, ...]:
     return tuple(seeds(Purpose.TUNING, count, SELECT_FROM))
 
 
-def ranking_seeds(count: int) -> tuple[int, ...]:
-    """Return the tuning seeds on which checkpoints are ranked."""
-    return tuple(seeds(Purpose.TUNING, count, RANK_FROM))
+def ranking_seeds(count: int, first: int = 0) -> tuple[int, ...]:
+    """Return the tuning seeds on which checkpoints are ranked, from the ``first``-th on."""
+    return tuple(seeds(Purpose.TUNING, count, RANK_FROM + first))
 
 
 @dataclass(frozen=True)

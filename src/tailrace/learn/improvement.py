@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 
 from tailrace import scenario as scenarios
+from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError
 from tailrace.learn import fit
 from tailrace.learn.exploration import Exploration
@@ -15,7 +16,7 @@ from tailrace.learn.plan import Plan
 from tailrace.learn.ppo import Learner
 from tailrace.learn.rollout import Rollout, RolloutTask, collect
 from tailrace.learn.samples import Samples, grouped
-from tailrace.learn.settings import Stage, TrainSettings
+from tailrace.learn.settings import ROLLOUT_TASKS, Stage, TrainSettings
 from tailrace.learn.worlds import BranchTask, World, branch
 from tailrace.parallel import Crew
 from tailrace.policy.architecture import pack
@@ -49,6 +50,9 @@ class Improvement(Protocol):
 
     def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
         """Go on from a state."""
+
+    def close(self) -> None:
+        """Let go of whatever was started for it."""
 
 
 def gather(
@@ -156,6 +160,9 @@ class Branching:
             [Samples(**groups[g]) for g in sorted(groups)] for _, groups in sorted(found.items())
         ]
 
+    def close(self) -> None:
+        """Nothing was started."""
+
 
 class Ppo:
     """Play with the policy's own random choices, and make the better ones more likely."""
@@ -167,7 +174,7 @@ class Ppo:
         workers: Crew,
         first_seed: int,
         exploration: Exploration,
-        tasks: int,
+        tasks: int = ROLLOUT_TASKS,
     ) -> None:
         """The clusters of an update are split over so many tasks."""
         self._network, self._plan, self._workers = network, plan, workers
@@ -192,8 +199,7 @@ class Ppo:
     ) -> Figures:
         """Do the ``number``-th update, counted from 0."""
         now = self._exploration.values(number)
-        tasks = self._rollout_tasks(number, stage)
-        rollouts = gather(self._workers, collect, tasks, tick)
+        rollouts = self._rollouts(number, stage, tick)
         _check_alive(rollouts, self._settings.safety.dead_deviation)
         figures = self._learner.update(rollouts, now, number, rng, lessons, self._start)
         self._exploration.after_update(number, figures["entropy_fraction"])
@@ -201,7 +207,7 @@ class Ppo:
             name: float(np.mean([r.figures[name] for r in rollouts]))
             for name in rollouts[0].figures
         }
-        steps = self._settings.ppo.clusters * self._settings.ppo.decisions
+        steps = sum(r.action.size for r in rollouts)
         told |= _named(
             np.mean([r.replica_moments for r in rollouts], axis=0),
             np.mean([r.request_moments for r in rollouts], axis=0),
@@ -209,11 +215,19 @@ class Ppo:
         now_told = {name: float(value) for name, value in now._asdict().items()}
         return figures | told | {"samples": float(steps), **now_told}
 
-    def _rollout_tasks(self, number: int, stage: Stage | None) -> list[RolloutTask]:
-        p, now = self._settings.ppo, self._exploration.values(number)
+    def _rollouts(self, number: int, stage: Stage | None, tick: Tick) -> list[Rollout]:
+        """Play for an update; other worlds than the simulator's come in here (outside.py)."""
+        return gather(self._workers, collect, self._rollout_tasks(number, stage), tick)
+
+    def _reward(self, stage: Stage | None) -> RewardSettings:
         reward = self._settings.reward
         if stage is not None and stage.late_weight is not None:
             reward = reward.model_copy(update={"late": stage.late_weight})
+        return reward
+
+    def _rollout_tasks(self, number: int, stage: Stage | None) -> list[RolloutTask]:
+        p, now = self._settings.ppo, self._exploration.values(number)
+        reward = self._reward(stage)
         groups = p.clusters // p.group // self._tasks
         per_update = self._tasks * (groups + 1)
         tasks = []
@@ -255,6 +269,9 @@ class Ppo:
             self._start.load_tensors(
                 {k.removeprefix(prefix): a for k, a in state.items() if k.startswith(prefix)}
             )
+
+    def close(self) -> None:
+        """Nothing was started."""
 
 
 def _check_alive(rollouts: Sequence[Rollout], least: float) -> None:

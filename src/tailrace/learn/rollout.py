@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tailrace.compiled import jit
 from tailrace.config import Scenario
 from tailrace.env.core import EnvSettings
-from tailrace.env.reward import RewardSettings
+from tailrace.env.reward import Reward, RewardSettings
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
 from tailrace.policy.architecture import NetworkConfig, Tensors, pack
@@ -204,7 +204,7 @@ class _Player:
         reward, elapsed_s = np.empty((steps, n)), np.empty((steps, n))
         starts = np.empty((steps, n), np.bool_)
         memory = np.empty((steps // task.chunk, n, task.config.memory), np.float32)
-        ends, told = _EndsList(), _Told(self.env)
+        ends, told = _EndsList(), Told(self.env.core.reward)
         for t in range(steps):
             replica_obs[t], request_obs[t], mask[t] = out.replica_obs, out.request_obs, out.mask
             starts[t] = self.starts
@@ -214,7 +214,7 @@ class _Player:
             if prior is not None:
                 prior[t] = self.prior
             elapsed_s[t] = info["elapsed_s"]
-            told.add(info)
+            told.add()
             if ended.any():
                 which = np.flatnonzero(ended)
                 ends.add(t, which, info["final_obs"], self.memory)
@@ -238,8 +238,8 @@ class _Player:
             tuple(playing),
             told.figures(),
             np.bincount(action.ravel(), minlength=replicas) / action.size,
-            _moments(replica_obs.reshape(-1, N_REPLICA_FEATURES), mask.ravel()),
-            _moments(request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(action.size, np.bool_)),
+            moments(replica_obs.reshape(-1, N_REPLICA_FEATURES), mask.ravel()),
+            moments(request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(action.size, np.bool_)),
         )
 
 
@@ -335,22 +335,24 @@ class _EndsList:
         return Ends(*(np.concatenate(parts) for parts in zip(*self._parts, strict=True)))
 
 
-class _Told:
-    """Sums of what the environment tells of every step."""
+class Told:
+    """Sums of what a reward tells of every step."""
 
-    def __init__(self, env: RouterVectorEnv) -> None:
-        self._reward = env.core.reward
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
         self._sums: dict[str, Any] = {}
         self._raw: list[F64] = []
         self._at_bound: list[float] = []
 
-    def add(self, info: Mapping[str, Any]) -> None:
-        for name, values in info["terms"].items():
+    def add(self) -> None:
+        """Take the last step in."""
+        for name, values in self._reward.terms.items():
             self._sums[name] = self._sums.get(name, 0.0) + values
-        self._raw.append(info["raw_reward"])
+        self._raw.append(self._reward.raw)
         self._at_bound.append(self._reward.share_at_bound())
 
     def figures(self) -> dict[str, float]:
+        """Return their means; see Rollout.figures."""
         raw = np.concatenate(self._raw)
         steps = len(self._raw)
         return {
@@ -361,7 +363,7 @@ class _Told:
         }
 
 
-def _moments(values: NDArray[np.float32], mask: Bools) -> F64:
+def moments(values: NDArray[np.float32], mask: Bools) -> F64:
     """Mean and deviation [2, k] of the rows [K, k] where ``mask`` [K] is true."""
     sums = np.zeros((2, values.shape[1]))
     add_up(values, mask, sums)

@@ -201,6 +201,11 @@ class TrainSettings(Settings):
     demonstrations: DemonstrationSettings = DemonstrationSettings()
     method: Literal["branching", "ppo"] = "branching"
     """How the clone is improved."""
+    env: Literal["sim", "vidur", "live"] = "sim"
+    """World that PPO plays in: the simulator, real Vidur, or the requests of a live router. Cloning
+    and evaluation are in the simulator always."""
+    serve: str = ""
+    """Settings of the live router, a TOML file as for `tailrace serve` (env = live)."""
     updates: int = Field(default=10, ge=0, le=10_000_000)
     """Updates of the improvement."""
     branching: BranchingSettings = BranchingSettings()
@@ -261,6 +266,7 @@ class TrainSettings(Settings):
             raise ValueError(
                 "branching tries all candidates anyway: exploration needs method = 'ppo'"
             )
+        self._check_env()
         if self.branching.shortest_s > self.branching.longest_s:
             raise ValueError("branching.shortest_s is above branching.longest_s")
         for stage in self.curriculum:
@@ -275,6 +281,34 @@ class TrainSettings(Settings):
         if self.method == "branching" and any(s.late_weight is not None for s in self.curriculum):
             raise ValueError("late_weight belongs to the reward, which needs method = 'ppo'")
         return self
+
+    def _check_env(self) -> None:
+        """Raise if the world cannot be played in like this."""
+        if self.serve and self.env != "live":
+            raise ValueError(f"serve names the settings of a live router, but env = '{self.env}'")
+        if self.env == "sim":
+            return
+        where = f"env = '{self.env}'"
+        if self.method != "ppo":
+            raise ValueError(
+                f"{where} needs method = 'ppo': only the simulator can be copied, and branching "
+                "tries choices in copies"
+            )
+        if self.reward.rule is not None:
+            raise ValueError(
+                f"reward.reference = '{self.reward.rule}' routes the same requests a second time, "
+                f"which only the simulator can do: {where} needs reference = 'past'"
+            )
+        if self.env == "vidur" and self.randomise is not None:
+            raise ValueError(f"{where} plays scenarios: give some instead of randomise")
+        if self.env != "live":
+            return
+        if not self.serve:
+            raise ValueError(f"{where} needs serve: the settings of the router, a TOML file")
+        if self.ppo.group > 1:
+            raise ValueError(f"{where} has one cluster: requests come once, so ppo.group must be 1")
+        if self.curriculum:
+            raise ValueError(f"{where} takes requests as they come: there is no curriculum")
 
 
 def preset_names() -> list[str]:

@@ -5,24 +5,24 @@ number of the step and the state before it, so a resumed run equals an uninterru
 """
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tailrace.errors import TailraceError
-from tailrace.learn import fit, safety
+from tailrace.learn import fit, outside, safety
 from tailrace.learn.curriculum import Curriculum
 from tailrace.learn.exploration import Exploration
-from tailrace.learn.improvement import Branching, Improvement, Ppo, gather
+from tailrace.learn.improvement import Branching, Improvement, gather
 from tailrace.learn.plan import Plan
 from tailrace.learn.runs import RunFolder
 from tailrace.learn.samples import Samples, grouped
-from tailrace.learn.settings import ROLLOUT_TASKS, TrainSettings
+from tailrace.learn.settings import TrainSettings
 from tailrace.learn.validation import Validation, Verdict
+from tailrace.learn.watching import Silent, Watcher
 from tailrace.learn.worlds import Driver, label
 from tailrace.parallel import Crew
 from tailrace.policy import checkpoint, registry
@@ -33,35 +33,11 @@ from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.seeds import generator
 from tailrace.sim.engine import LEARNED_CODE
 
+__all__ = ["Outcome", "Progress", "Silent", "Trainer", "Watcher"]
+
 #: Threads of torch: fixed, because sums in another order give other bits; and one, because two
 #: wait for each other if anything else runs on the machine.
 TORCH_THREADS = 1
-
-
-class Watcher(Protocol):
-    """Is told how a run goes."""
-
-    def phase(self, name: str) -> None:
-        """Something else begins."""
-
-    def tasks(self, done: int, total: int) -> None:
-        """So many tasks of the step are done."""
-
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
-        """A step is over."""
-
-
-class Silent:
-    """Watches nothing."""
-
-    def phase(self, name: str) -> None:
-        """Ignore it."""
-
-    def tasks(self, done: int, total: int) -> None:
-        """Ignore it."""
-
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
-        """Ignore it."""
 
 
 @dataclass
@@ -127,6 +103,7 @@ class Trainer:
         self.plan = Plan(settings, self.progress.capacities)
         self.progress.capacities = list(self.plan.capacities)
         self._check_scenarios()
+        outside.check(settings, self.plan)
         self.validation = Validation(self.plan.validation(), settings.evaluation.rules)
         self.validation.rule_costs = {
             rule: tuple(costs) for rule, costs in self.progress.rule_costs.items()
@@ -164,6 +141,8 @@ class Trainer:
                 self._step(started)
             return self._finish()
         finally:
+            if self._improvement is not None:
+                self._improvement.close()
             self.folder.close()
             self.workers.close()
 
@@ -211,7 +190,8 @@ class Trainer:
         first = self.settings.demonstrations.rounds * self.settings.demonstrations.worlds
         if self.settings.method == "branching":
             return Branching(self.network, self.plan, self.workers, first)
-        return Ppo(self.network, self.plan, self.workers, first, self.exploration, ROLLOUT_TASKS)
+        ppo = outside.WORLDS[self.settings.env]
+        return ppo(self.network, self.plan, self.workers, first, self.exploration)
 
     # ---- cloning --------------------------------------------------------------------------------
 

@@ -15,54 +15,30 @@ from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.runner import traffic
+from tailrace.learn.book import Book, spread
 from tailrace.policy.observation import observe
 from tailrace.policy.view import View
 from tailrace.sim import accounts, engine
-from tailrace.sim.build import build_tables
 from tailrace.sim.fleet import Step, begin, new_step
 from tailrace.sim.result import SimResult
-from tailrace.sim.types import CLUSTER, REQUEST_STATE
 from tailrace.vidur.limits import nearest
 from tailrace.vidur.router import Watcher
 from tailrace.vidur.simulation import TableSimulator, prepare
-from tailrace.workload.table import RequestTable
 
 
-class Book(Watcher):
-    """What the requests of a run have cost so far; see sim/accounts.py. Times in s."""
+class _Keeper(Watcher):
+    """Enters into a book what the router hears."""
 
-    def __init__(self, table: RequestTable, scenario: Scenario, seed: int) -> None:
-        self._facts = build_tables([table], (), scenario.router, seed).facts[0]
-        self._cluster: Any = np.zeros(1, CLUSTER)[0]
-        self._cluster["deadline_next"] = self._cluster["deadline_last"] = -1
-        self._cluster["soft_centre"], self._cluster["soft_scale"] = 1.0, 0.1
-        self._cluster["early_share"], self._cluster["late_share"] = 0.5, 1.0
-        self._requests = np.zeros(len(table), REQUEST_STATE)
-        self._requests["early"] = self._requests["late"] = -1
-
-    @property
-    def ended_at(self) -> float:
-        """When the last request ended."""
-        return float(self._cluster["ended_at"])
-
-    def arrived(self, number: int, at: float) -> None:
-        """A request has come to the router."""
-        self._requests[number]["arrived"] = at
-        accounts.arrived(self._cluster, self._requests, self._facts, number)
+    def __init__(self, book: Book) -> None:
+        self._book = book
 
     def first_token(self, number: int, now: float) -> None:
         """Its first token has come."""
-        self._requests[number]["first"] = now
-        accounts.answered(self._cluster, self._requests, self._facts, number)
+        self._book.first_token(number, now)
 
     def finished(self, number: int, now: float) -> None:
         """It is complete."""
-        self._requests[number]["done"] = now
-        accounts.ended(self._cluster, self._requests, self._facts, number, False)
-
-    def read(self, now: float, terms: NDArray[np.float64]) -> None:
-        """Fill ``terms`` [accounts.N_TERMS] with what has accrued by ``now``."""
-        accounts.read(self._cluster, self._requests, now, terms)
+        self._book.ended(number, now)
 
 
 class VidurWorld:
@@ -102,16 +78,17 @@ class VidurWorld:
         """[1, ...] the observation of the decision at hand, and what the last step cost."""
         self._simulator: TableSimulator | None = None
         self._book: Book | None = None
+        self._outputs: NDArray[np.int64] = np.zeros(0, np.int64)
         self._view: View | None = None
 
     def reset(self, seed: int) -> View:
         """Start an episode with the traffic of a seed; returns the view of its first decision."""
         table = traffic(self.scenario, self.rate, seed)
-        self._book = Book(table, self.scenario, seed)
+        self._book, self._outputs = Book(), table.rows["output_tokens"]
         self._simulator = prepare(
             self.scenario.cluster, table, router=self.scenario.router, seed=seed
         )
-        self._simulator.watch(self._book)
+        self._simulator.watch(_Keeper(self._book))
         begin(self.out, 0)
         self._move_on()
         assert self._view is not None
@@ -156,10 +133,12 @@ class VidurWorld:
         else:
             out.status[0] = engine.NEEDS_DECISION
             now = float(view.request["now"])
-            self._book.arrived(int(view.request["id"]), float(view.request["arrived_at"]))
+            request, number = view.request, int(view.request["id"])
+            slo_s, output = float(request["ttft_slo_s"]), int(self._outputs[number])
+            self._book.arrived(number, float(request["arrived_at"]), slo_s, output)
             observe(view, out.replica_obs[0], out.request_obs[0])
             out.mask[0] = view.replicas["available"] != 0
-        out.spread[0] = _spread(self._simulator.replicas_view["in_flight"])
+        out.spread[0] = spread(self._simulator.replicas_view)
         accrued = np.zeros(accounts.N_TERMS)
         self._book.read(now, accrued)
         out.terms[0] = accrued - out.terms_before[0]
@@ -167,9 +146,3 @@ class VidurWorld:
         out.cost[0] = accounts.composite(out.terms[0])
         out.elapsed_s[0] = now - out.time_before[0]
         out.time_before[0] = now
-
-
-def _spread(in_flight: NDArray[np.int64]) -> float:
-    """Coefficient of variation of the requests in flight [n], as in sim/fleet.py."""
-    mean = float(in_flight.mean())
-    return float(in_flight.std()) / mean if mean > 0 else 0.0

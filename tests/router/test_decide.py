@@ -181,8 +181,9 @@ def test_a_policy_cannot_change_what_the_router_knows(tmp_path: Path) -> None:
 def test_a_compiled_decision_over_its_time_is_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = _overloaded()
     chooser = new_chooser(fleet, "round_robin", limit_ms=5.0)
-    times = iter([0.0, 1.0])
-    monkeypatch.setattr(decide.time, "thread_time", lambda: next(times))
+    clocks = {name: iter([0.0, 1.0, 2.0]) for name in ("perf_counter", "thread_time")}
+    for name, times in clocks.items():
+        monkeypatch.setattr(decide.time, name, lambda times=times: next(times))
     decision = chooser.choose(fleet.arrive(chat("y")))
     assert decision is not None
     assert (decision.replica, decision.fell_back) == (1, "time")

@@ -39,6 +39,10 @@ class Listener:
         if done:
             self.over.set()
 
+    def whole(self, head: Any, body: bytes) -> None:
+        self.head(head)
+        self.body(body, [body], True)
+
     async def ask(self, pool: Pool, **options: Any) -> list[Any]:
         connection = pool.acquire(self, **options)
         if connection is not None:

@@ -9,6 +9,7 @@ import orjson
 
 from tailrace.errors import TailraceError
 from tailrace.router.downstream import ClientConnection, Request, error_body
+from tailrace.router.heads import Requests
 from tailrace.router.settings import LimitSettings
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Admin:
 
     def __init__(self, router: "Router", token: str | None) -> None:
         self.limits = LimitSettings(body_bytes=65_536)
+        self.heads = Requests()
         self.now = 0.0
         self.clients: set[ClientConnection] = set()
         self.pages: dict[str, Callable[[], Answer]] = {

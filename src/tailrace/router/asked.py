@@ -23,6 +23,9 @@ _KINDS = {
 }
 _SESSION_HEADERS = (b"x-session-id", b"session_id", b"session-id")
 _SESSION_FIELDS = ("session_id", "conversation", "user")
+_HEADERS = frozenset((*_SESSION_HEADERS, b"x-priority", b"x-slo-ttft-ms"))
+#: What most bodies do not have.
+_RARE = frozenset((*_SESSION_FIELDS, "priority", "cache_salt"))
 _MAX_PRIORITY = 2**31 - 1
 
 
@@ -84,17 +87,23 @@ def read_asked(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
     Fields of odd shapes are ignored. Only a body that is no JSON where JSON is needed raises
     BadRequest.
     """
-    asked = Asked(kind_of(path))
-    if asked.kind != "other" or body[:1] == b"{":
+    return read_body(kind_of(path), headers, body)
+
+
+def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
+    """The same for a path whose kind is known."""
+    asked = Asked(kind)
+    if kind != "other" or body[:1] == b"{":
         try:
             data = orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            if asked.kind != "other":
+            if kind != "other":
                 raise BadRequest(f"the body is not JSON: {error}") from None
             data = None
         if type(data) is dict:
             _read_body(asked, data)
-    _read_headers(asked, headers)
+    if not _HEADERS.isdisjoint(headers):
+        _read_headers(asked, headers)
     return asked
 
 
@@ -135,12 +144,27 @@ def _read_body(asked: Asked, data: dict[str, Any]) -> None:
     if type(model) is str:
         asked.model = model
     asked.streams = data.get("stream") is True
-    asked.priority = _whole(data.get("priority"), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
     for field in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        most = _whole(data.get(field), 0, 2**31 - 1)
-        if most:
-            asked.max_tokens = most
-            break
+        if field in data:
+            most = _whole(data[field], 0, 2**31 - 1)
+            if most:
+                asked.max_tokens = most
+                break
+    if not _RARE.isdisjoint(data):
+        _read_rare(asked, data)
+    kind = asked.kind
+    if kind == "chat":
+        _read_chat(asked, data.get("messages"), data.get("tools"))
+    elif kind == "completion":
+        _read_prompts(asked, data.get("prompt"))
+    elif kind == "embedding":
+        _read_prompts(asked, data.get("input"))
+    elif kind == "response":
+        _read_response(asked, data)
+
+
+def _read_rare(asked: Asked, data: dict[str, Any]) -> None:
+    asked.priority = _whole(data.get("priority"), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
     for field in _SESSION_FIELDS:
         value = data.get(field)
         if type(value) is dict:
@@ -151,14 +175,6 @@ def _read_body(asked: Asked, data: dict[str, Any]) -> None:
     salt = data.get("cache_salt")
     if type(salt) is str:
         asked.salt = salt
-    if asked.kind == "chat":
-        _read_chat(asked, data.get("messages"), data.get("tools"))
-    elif asked.kind == "completion":
-        _read_prompts(asked, data.get("prompt"))
-    elif asked.kind == "embedding":
-        _read_prompts(asked, data.get("input"))
-    elif asked.kind == "response":
-        _read_response(asked, data)
 
 
 def _read_chat(asked: Asked, messages: Any, tools: Any) -> None:
@@ -175,9 +191,10 @@ def _read_chat(asked: Asked, messages: Any, tools: Any) -> None:
         role = message.get("role")
         content = message.get("content")
         text = content if type(content) is str else _content_text(asked, content)
-        calls = message.get("tool_calls")
-        if calls:
-            text += orjson.dumps(calls).decode()
+        if "tool_calls" in message:
+            calls = message["tool_calls"]
+            if calls:
+                text += orjson.dumps(calls).decode()
         part = f"{ROLE}{role if type(role) is str else ''}{CONTENT}{text}"
         parts.append(part)
         if role == "assistant":

@@ -112,8 +112,8 @@ class Chooser:
         self._canary = self._seat(settings.canary, k.CANARY) if settings.canary else None
         self._shadow = self._seat(settings.shadow, k.SHADOW) if settings.shadow else None
         self._scores = np.zeros((4, len(fleet)))
-        self._whole = np.zeros(6, np.int64)
-        self._figures = np.zeros(2)
+        self._whole = np.zeros(k.WHOLE, np.int64)
+        self._figures = np.zeros(k.FIGURES)
         self._strikes: Counter[int] = Counter()
         self._resting_until: dict[int, float] = {}
         if warm_up:
@@ -153,11 +153,13 @@ class Chooser:
         """Choose a replica for a request, none of ``excluded``; None: there is none available."""
         started = time.perf_counter()
         fleet = self.fleet
-        hidden = [r for r in excluded if 0 <= r < len(fleet) and fleet.available(r)]
-        for r in hidden:
-            fleet.set_available(r, False)
+        hidden: list[int] = []
+        if excluded:
+            hidden = [r for r in excluded if 0 <= r < len(fleet) and fleet.available(r)]
+            for r in hidden:
+                fleet.set_available(r, False)
         try:
-            decision = self._decide(arrival)
+            decision = self._decide(arrival, started)
         except Exception as error:  # a bug of ours must not stop the traffic
             self._failed(error)
             decision = self._plain_choice(arrival)
@@ -168,49 +170,54 @@ class Chooser:
             decision.took_s = time.perf_counter() - started
         return decision
 
-    def _decide(self, arrival: Arrival) -> Decision | None:
-        started = time.thread_time()
-        fleet = self.fleet
-        if self._scores.shape[1] != len(fleet):
-            self._scores = np.zeros((4, len(fleet)))
+    def _decide(self, arrival: Arrival, started: float) -> Decision | None:
+        fleet, scores = self.fleet, self._scores
+        if scores.shape[1] != len(fleet.epochs):
+            self._scores = scores = np.zeros((4, len(fleet)))
         now = fleet.clock()
-        fleet.catch_up(now)
+        if fleet.due:
+            fleet.catch_up(now)
         fleet.show_request(arrival, now)
-        seat = self._seat_for(arrival)
+        seat = self._main if self._canary is None else self._seat_for(arrival)
         if seat.code == k.NO_RULE:
             self._show(arrival)
-            self._judge(seat, self._ask_python(seat, self._scores[k.SCORES]))
+            self._judge(seat, self._ask_python(seat, scores[k.SCORES]))
         else:
             self._decide_compiled(seat, arrival)
-            # Time of this thread alone: that others had the processor meanwhile is no reason.
-            if time.thread_time() - started > self.settings.limit_ms * 1e-3:
-                self._judge(seat, k.CAUSE_TIME)
-        arrival.predicted_output = float(fleet.request["predicted_output"][0])
-        chosen, runner_up, cause, reason, _, feature = self._whole.tolist()
+            if time.perf_counter() - started > self.settings.limit_ms * 1e-3:
+                self._took_long(seat, arrival)
+        chosen, runner_up, cause, reason, _, feature, cached = self._whole.tolist()
         if chosen == NO_REPLICA:
             return None
-        self.counts["decisions"] += 1
+        ours, theirs, ttft_s, arrival.predicted_output = self._figures.tolist()
+        counts = self.counts
+        counts["decisions"] += 1
         if seat is self._canary:
-            self.counts["canary"] += 1
-        name = CAUSES[cause]
+            counts["canary"] += 1
+        used, fell_back = k.SCORES, None
         if cause != k.NO_CAUSE:
-            self.counts["fallback_" + name] += 1
+            used, fell_back = k.FALLBACK_SCORES, CAUSES[cause]
+            counts["fallback_" + fell_back] += 1
             if cause == k.CAUSE_RANGE:
                 self.out_of_range[FEATURE_NAMES[feature]] += 1
-        used = k.SCORES if cause == k.NO_CAUSE else k.FALLBACK_SCORES
         decision = Decision(
-            chosen,
-            seat.policy.name,
-            self._scores[used].copy(),
-            runner_up,
-            _PHRASES[reason](*self._figures.tolist()),
-            name or None,
-            cached=int(fleet.replicas["cached_tokens"][chosen]),
-            ttft_s=float(self._scores[k.TTFT, chosen]),
-        )
+            chosen, seat.policy.name, scores[used].copy(), runner_up,
+            _PHRASES[reason](ours, theirs), fell_back, None, 0.0, cached, ttft_s,
+        )  # fmt: skip
         if self._shadow is not None:
             self._ask_shadow(self._shadow, decision)
         return decision
+
+    def _took_long(self, seat: _Seat, arrival: Arrival) -> None:
+        """Decide again, and let the rule decide if it is the policy that takes so long.
+
+        That others had the processor meanwhile is no reason, so this thread's own time counts; to
+        ask for it at every decision would take longer than most of them.
+        """
+        started = time.thread_time()
+        self._decide_compiled(seat, arrival)
+        if time.thread_time() - started > self.settings.limit_ms * 1e-3:
+            self._judge(seat, k.CAUSE_TIME)
 
     def _seat_for(self, arrival: Arrival) -> _Seat:
         share = self.settings.canary_share

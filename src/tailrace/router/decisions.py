@@ -1,12 +1,14 @@
 """The decision log: a line of JSON for every request at a replica, in files that are rotated.
 
 It holds lengths, times and hashes, never text. Content and session ids stand in it as keyed hashes
-(BLAKE2b with a secret of this installation, which lies beside the log): equal prefixes have equal
+(SipHash and BLAKE2b with a secret of this installation, which lies beside the log): equal prefixes have equal
 hashes in all its files, but nobody can find out a text by hashing guesses without the secret.
 `tailrace workload import` turns a file, or a whole folder of them, back into a request table.
 
-Writing is a background thread's work. A full disk or a missing folder costs lines, which are
-counted, and never a request.
+A line is made at once, which takes some microseconds; a background thread puts all that have come
+to disk a few times per second. (A thread that made the lines would hold up the event loop, since
+only one of them can run at a time.) A full disk or a missing folder costs lines, which are counted,
+and never a request.
 """
 
 import base64
@@ -14,14 +16,15 @@ import contextlib
 import gzip
 import hashlib
 import os
-import queue
 import secrets
 import shutil
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
 import orjson
 from pydantic import Field
 
@@ -29,14 +32,16 @@ from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.router.content import BLOCK_UNITS
 from tailrace.router.fleet import Flight
+from tailrace.router.hashing import keyed
 
 FORMAT = 1
 PREFIX, SUFFIX = "decisions-", ".jsonl"
 SALT_FILE = "salt"
 _SALT_BYTES = 32
-#: Lines that may wait for the disk; more are dropped and counted.
-_MOST_PENDING = 20_000
-_FLUSH_S = 1.0
+#: Bytes that may wait for the disk; more lines are dropped and counted.
+_MOST_PENDING = 64 << 20
+#: How often lines are written, in s.
+_WRITE_S = 0.2
 _RETRY_S = 5.0
 _LONGEST_NAME = 128
 
@@ -94,7 +99,12 @@ class DecisionLog:
         self._salt = salt
         self._offset_s = time.time() - clock_now
         self._boot = secrets.token_hex(4)
-        self._queue: queue.SimpleQueue[tuple[Flight, str] | None] = queue.SimpleQueue()
+        digest = hashlib.blake2b(b"content", digest_size=16, key=salt).digest()
+        self._content_key = np.frombuffer(digest, np.uint64)
+        self._lines: deque[bytes] = deque()
+        self._pending = 0  # bytes put in by the event loop ...
+        self._taken = 0  # ... and taken out by the thread
+        self._stop = threading.Event()
         self._file: IO[bytes] | None = None
         self._path = Path()
         self._size = 0
@@ -108,18 +118,20 @@ class DecisionLog:
             self._thread.start()
 
     def write(self, flight: Flight, outcome: str) -> None:
-        """Write a flight that has been closed. Takes a microsecond; the thread does the rest."""
+        """Write a flight that has been closed."""
         if self._thread is None:
             return
-        if self._queue.qsize() >= _MOST_PENDING:
+        if self._pending - self._taken > _MOST_PENDING:
             self.dropped += 1
             return
-        self._queue.put((flight, outcome))
+        line = orjson.dumps(self.record(flight, outcome), option=orjson.OPT_APPEND_NEWLINE)
+        self._pending += len(line)
+        self._lines.append(line)
 
     def close(self) -> None:
         """Write what is pending and close the file; it stays uncompressed until the next start."""
         if self._thread is not None:
-            self._queue.put(None)
+            self._stop.set()
             self._thread.join(timeout=30)
             self._thread = None
 
@@ -128,32 +140,43 @@ class DecisionLog:
     def _run(self) -> None:
         with contextlib.suppress(OSError):
             self._compress_leftovers()
-        while True:
-            try:
-                item = self._queue.get(timeout=_FLUSH_S)
-            except queue.Empty:
+        ending = False
+        while not ending:
+            ending = self._stop.wait(_WRITE_S)
+            lines = []
+            while self._lines:
+                lines.append(self._lines.popleft())
+            if lines:
+                self._put(lines)
+                self._taken += sum(map(len, lines))
+            elif not ending:
                 self._safely(self._idle)
-                continue
-            if item is None:
-                break
-            self._put_line(*item)
         self._safely(self._close_file)
 
-    def _put_line(self, flight: Flight, outcome: str) -> None:
+    def _put(self, lines: list[bytes]) -> None:
+        """Write lines, and begin a new file whenever it is time to."""
         if time.monotonic() < self._retry_at:
-            self.dropped += 1
+            self.dropped += len(lines)
             return
+        done = 0
         try:
-            line = orjson.dumps(self.record(flight, outcome)) + b"\n"
             file = self._file or self._open_file()
-            file.write(line)
-            self._size += len(line)
-            self.written += 1
-            if self._is_due():
-                self._rotate()
+            for k, line in enumerate(lines, 1):
+                self._size += len(line)
+                if self._is_due():
+                    file.write(b"".join(lines[done:k]))
+                    self.written += k - done
+                    done = k
+                    self._rotate()
+                    if k < len(lines):
+                        file = self._open_file()
+            if done < len(lines):
+                file.write(b"".join(lines[done:]))
+                file.flush()
+                self.written += len(lines) - done
         except Exception as error:
             self._failed(error)
-            self.dropped += 1
+            self.dropped += len(lines) - done
 
     def _safely(self, action: Any) -> None:
         try:
@@ -214,8 +237,8 @@ class DecisionLog:
 
     def record(self, flight: Flight, outcome: str) -> dict[str, Any]:
         """Return what is written of a flight; times are Unix times in s."""
-        arrival, decision = flight.arrival, flight.decision
-        asked = arrival.asked
+        arrival, decision, offset_s = flight.arrival, flight.decision, self._offset_s
+        asked, first_at, last_at = arrival.asked, flight.first_at, flight.last_at
         prompt, known = flight.known_prompt_tokens
         record: dict[str, Any] = {
             "id": f"{self._boot}-{arrival.id}",
@@ -237,10 +260,10 @@ class DecisionLog:
             "output_tokens": flight.output_tokens,
             "cached_believed": flight.cached,
             "cached_reported": flight.reported_cached,
-            "arrived": self._unix(arrival.arrived_at),
-            "sent": self._unix(flight.sent_at),
-            "first": self._unix(flight.first_at),
-            "last": self._unix(flight.last_at),
+            "arrived": arrival.arrived_at + offset_s,
+            "sent": flight.sent_at + offset_s,
+            "first": None if first_at is None else first_at + offset_s,
+            "last": None if last_at is None else last_at + offset_s,
             "estimated": flight.estimated,
             "outcome": outcome,
             "streams": asked.streams,
@@ -251,33 +274,27 @@ class DecisionLog:
         }
         if self.settings.content:
             runs = arrival.runs
-            keys = runs.keys[:-1].astype("<u8")
-            record["end"] = self._hashed(keys[-1:].tobytes()).hex()
+            hashed = np.empty_like(runs.keys)
+            keyed(runs.keys, self._content_key, hashed)
+            data = hashed.tobytes()
+            record["end"] = data[-16:-8].hex()
             if runs.branch_key:
-                record["continues"] = self._hashed(runs.keys[-1:].astype("<u8").tobytes()).hex()
+                record["continues"] = data[-8:].hex()
             # The last run is not whole and says nothing that "end" does not say.
             record["block_units"] = BLOCK_UNITS
             record["units"] = runs.total
-            record["blocks"] = base64.b64encode(
-                b"".join(self._hashed(key.tobytes()) for key in keys[: runs.whole])
-            ).decode()
+            record["blocks"] = base64.b64encode(data[: 8 * runs.whole]).decode()
         return record
-
-    def _unix(self, at: float | None) -> float | None:
-        return None if at is None else at + self._offset_s
 
     def _session(self, flight: Flight) -> str | None:
         arrival = flight.arrival
-        if arrival.asked.session is not None:
-            name = "id " + arrival.asked.session
-        elif arrival.session is not None:
-            name = f"number {self._boot} {arrival.session.number}"
-        else:
-            return None
-        return self._hashed(name.encode(errors="surrogatepass")).hex()
-
-    def _hashed(self, data: bytes) -> bytes:
-        return hashlib.blake2b(data, digest_size=8, key=self._salt).digest()
+        session = arrival.asked.session
+        if session is not None:
+            name = session.encode(errors="surrogatepass")
+            return hashlib.blake2b(name, digest_size=8, key=self._salt).hexdigest()
+        if arrival.session is not None:
+            return f"{self._boot}-{arrival.session.number}"
+        return None
 
 
 def _compress(path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Protocol, cast
 import orjson
 
 from tailrace.router.framing import BodyReader, BrokenMessageError, ChunkedReader, LengthReader
-from tailrace.router.http import RefusedError, RequestHead, answer, parse_request
+from tailrace.router.heads import Requests
+from tailrace.router.http import RefusedError, RequestHead, answer
 from tailrace.router.settings import LimitSettings
 
 #: What a client may send ahead of its answers, in bytes.
@@ -32,7 +33,7 @@ class Request:
         self.head = head
         self.body = body
         self.client = client
-        self.path = head.target.partition(b"?")[0]
+        self.path = head.path
         """Target without its query."""
 
 
@@ -53,6 +54,7 @@ class Service(Protocol):
     """What a listener needs from whoever answers."""
 
     limits: LimitSettings
+    heads: Requests
     now: float
     """Coarse clock, s."""
 
@@ -215,7 +217,7 @@ class ClientConnection(asyncio.Protocol):
                 self._take(parts)
                 data = data[end:] if end < len(data) else b""
                 if reader.done:
-                    self._dispatch()
+                    self._complete()
         except RefusedError as refused:
             self._refuse(refused.status, refused.why)
             return
@@ -248,15 +250,19 @@ class ClientConnection(asyncio.Protocol):
             return b""
         if end > limits.header_bytes:
             raise RefusedError(431, "the request head is too long")
-        head = parse_request(data[:end])
+        head, length = self._service.heads.read(data[:end])
         rest = data[end:] if end < len(data) else b""
+        if not head.chunked and len(rest) >= length <= limits.body_bytes:
+            # All of it is here already, as it mostly is.
+            if len(rest) == length:
+                self._dispatch(head, rest)
+                return b""
+            self._dispatch(head, rest[:length])
+            return rest[length:]
         self._head = head
-        if not head.chunked and not head.length:
-            self._dispatch()
-            return rest
-        if head.length > limits.body_bytes:
+        if length > limits.body_bytes:
             raise RefusedError(413, f"the request body is longer than {limits.body_bytes} bytes")
-        self._reader = ChunkedReader() if head.chunked else LengthReader(head.length)
+        self._reader = ChunkedReader() if head.chunked else LengthReader(length)
         self._deadline = self._service.now + limits.body_s
         if head.expects_continue and not rest:
             self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -271,16 +277,17 @@ class ClientConnection(asyncio.Protocol):
         self._parts += parts
         self._deadline = self._service.now + limits.body_s
 
-    def _dispatch(self) -> None:
-        """Hand the request over."""
+    def _complete(self) -> None:
+        """The last piece of a request has come."""
         head, parts = self._head, self._parts
         assert head is not None
         self._head = self._reader = None
-        body = b""
-        if parts:
-            body = parts[0] if len(parts) == 1 else b"".join(parts)
-            self._parts = []
-            self._body_bytes = 0
+        self._parts = []
+        self._body_bytes = 0
+        self._dispatch(head, parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _dispatch(self, head: RequestHead, body: bytes) -> None:
+        """Hand a request over."""
         self.busy = True
         try:
             work = self._service.handle(Request(head, body, self))

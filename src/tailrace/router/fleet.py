@@ -40,6 +40,8 @@ MAX_INDEX_ENTRIES = 1 << 18
 #: Share of the answers thought cached that must turn out so for the belief to be kept up, and how
 #: much one more case counts.
 _ANSWERS_TRUST, _ANSWERS_STEP = 0.5, 0.2
+#: Ended requests that are kept among those whose first token is due.
+_DUE_OVER = 32
 #: Prompts in a row that should have been cached and were not at all: there is no cache.
 _NO_CACHE_AFTER = 8
 
@@ -84,6 +86,8 @@ class Fleet:
         self.listeners: list[tuple[Policy, frozenset[str]]] = []
         self.hook_errors = 0
         self.due: list[tuple[float, int, Flight]] = []
+        """When the first tokens of answers that do not stream are predicted."""
+        self._due_over = 0  # those among them that have ended already, about
         self._request_buffer = _cells(self.request).cast("B")
         self.replicas = np.zeros(0, REPLICA_VIEW)
         self.costs = cost_rows([])
@@ -209,12 +213,13 @@ class Fleet:
 
     # ---- requests -------------------------------------------------------------------------------
 
-    def arrive(self, asked: Asked, prompt_tokens: int | None = None) -> Arrival:
+    def arrive(
+        self, asked: Asked, prompt_tokens: int | None = None, *, keep: bool = False
+    ) -> Arrival:
         """Take in a request: its length (``prompt_tokens`` if a server has said it), content and
-        session."""
+        session. ``keep``: it may keep ``asked`` and take the text out of it."""
         arrival = Arrival()
         arrival.id = number = next(self._ids)
-        arrival.asked = asked.without_text()  # which would be kept as long as the answer takes
         arrival.arrived_at = self.clock()
         arrival.attempts = 0
         arrival.predicted_output = self.prior_output_tokens
@@ -243,6 +248,12 @@ class Fleet:
         else:
             arrival.session = None
         arrival.turn = arrival.session.turns if arrival.session is not None else 0
+        # The text would be kept as long as the answer takes.
+        if keep:
+            asked.text = asked.token_ids = asked.answer = None
+            arrival.asked = asked
+        else:
+            arrival.asked = asked.without_text()
         return arrival
 
     def _root(self, model: str, salt: str) -> int:
@@ -280,6 +291,14 @@ class Fleet:
         due = self.due
         while due and due[0][0] <= now:
             heapq.heappop(due)[2]._presume_first()
+
+    def not_due(self) -> None:
+        """An answer that does not stream has ended; forget such ones once they are the most."""
+        self._due_over += 1
+        if self._due_over > _DUE_OVER and 2 * self._due_over > len(self.due):
+            self.due = [entry for entry in self.due if entry[2].outcome is None]
+            heapq.heapify(self.due)
+            self._due_over = 0
 
     def open(self, arrival: Arrival, replica: int, decision: Decision) -> Flight:
         """Send a request to a replica."""

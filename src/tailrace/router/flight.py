@@ -203,35 +203,37 @@ class Flight:
         fleet = self._fleet
         self.last_at = now = fleet.clock()
         done = outcome == "done"
-        if done and self.first_at is None:
-            self.first_at, self.estimated = self._estimated_first(now), True
+        each_s = 0.0
         if self._epoch == fleet.epochs[self.replica]:
-            self._leave_ledger(now, self.output_tokens if done else -1)
+            each_s = self._leave_ledger(now, self.output_tokens if done else -1)
+        if done and self.first_at is None:
+            self.first_at, self.estimated = self._estimated_first(now, each_s), True
+        if not self.arrival.asked.streams:
+            fleet.not_due()
         if fleet.listeners:
             hook = "finished" if done else "failed"
             fleet.tell(hook, self.replica, self.arrival.id, now)
 
-    def _leave_ledger(self, now: float, output: int) -> None:
+    def _leave_ledger(self, now: float, output: int) -> float:
+        """Take it out of the books; return the time of an iteration at the replica, s."""
         fleet = self._fleet
-        runs, index = self.arrival.runs, fleet.index
-        if self.arrival.asked.kind == "embedding":
+        arrival, index = self.arrival, fleet.index
+        runs = arrival.runs
+        if arrival.asked.kind == "embedding":
             output = -1  # no answer to learn the length of answers from
-        kernels.ended(
-            fleet.replicas, fleet.routers, index.entries, index.slots, index.totals, self.replica,
-            now, self.prompt_tokens, self.cached, self.predicted, self.sent_at,
-            int(self.answering), self.streamed, output, runs.keys, runs.units, fleet.caching,
-            fleet.units_per_token,
+        each_s = kernels.ended(
+            fleet.request, fleet.replicas, fleet.costs, fleet.routers, index.entries, index.slots,
+            index.totals, self.replica, now, self.prompt_tokens, self.cached, self.predicted,
+            self.sent_at, int(self.answering), self.streamed, output, runs.keys, runs.units,
+            fleet.caching, fleet.units_per_token,
         )  # fmt: skip
         fleet.left_queue(self.replica, self.serial)
+        return float(each_s)
 
-    def _estimated_first(self, now: float) -> float:
+    def _estimated_first(self, now: float, each_s: float) -> float:
         """When its first token was there, from its duration split as the cost model says."""
-        fleet = self._fleet
         ttft_s = self.decision.ttft_s
-        each_s = kernels.decode_s(
-            fleet.request, fleet.replicas, fleet.costs, fleet.routers, self.replica
-        )
-        decode_s = max(0, self.output_tokens - 1) * float(each_s)
+        decode_s = max(0, self.output_tokens - 1) * each_s
         share = ttft_s / (ttft_s + decode_s) if 0 < ttft_s < np.inf else 1.0
         return self.sent_at + share * (now - self.sent_at)
 

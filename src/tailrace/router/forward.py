@@ -1,37 +1,22 @@
-"""Life of one request: admit, decide, send, stream, account; retry, time limits, client gone.
+"""What all requests under way share: admission, the retry budget, ids, time limits."""
 
-An :class:`Exchange` is called by the client's connection, by the backend's connection and by a
-sweep a few times per second. No task and no timer belongs to it, so a request costs little. Each
-way out of it leads through ``_finish``, which closes the flight exactly once.
-"""
-
-import logging
 import os
 from typing import TYPE_CHECKING
 
 from tailrace.router.admission import Queue, RetryBudget
-from tailrace.router.asked import Asked, BadRequest, kind_of, read_asked
+from tailrace.router.asked import BadRequest, kind_of, read_body
 from tailrace.router.downstream import Request, error_body
-from tailrace.router.http import ResponseHead, is_request_id
-from tailrace.router.plane import Plane, Target
-from tailrace.router.relay import Relay
+from tailrace.router.exchange import OVER, Exchange
+from tailrace.router.http import is_request_id
+from tailrace.router.plane import Plane
 from tailrace.router.serve_settings import ServeSettings
-from tailrace.router.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
-    from tailrace.router.decide import Decision
     from tailrace.router.decisions import DecisionLog
-    from tailrace.router.fleet import Arrival, Flight
     from tailrace.router.listener import Telemetry
 
-#: A reused connection that fails this soon was being closed by an idle server, in s.
-STALE_S = 1.0
-_CONTROL = bytes(range(32)) + b"\x7f"
-
-_log = logging.getLogger("tailrace.router")
-
-# Where an exchange stands.
-WAITING, CONNECTING, SENT, STREAMING, OVER = range(5)
+#: Paths whose kind is remembered; clients can send any.
+_MOST_PATHS = 256
 
 
 class Forwarder:
@@ -55,28 +40,34 @@ class Forwarder:
         """Coarse clock, s; set by the sweep."""
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
+        self._kinds: dict[bytes, str] = {}
 
-    def start(self, request: Request) -> "Exchange | None":
+    def start(self, request: Request) -> Exchange | None:
         """Begin with a client's request; None: it is answered already."""
         head = request.head
         kind = "other"
         asked = arrival = None
         if head.method == b"POST":
-            path = request.path.decode("latin-1")
-            kind = kind_of(path)
+            kind = self._kinds.get(head.path) or self._kind(head.path)
             if kind != "other":
                 try:
-                    asked = read_asked(path, head.lower, request.body)
+                    asked = read_body(kind, head.lower, request.body)
                 except BadRequest as error:
                     self.telemetry.request_done(None, 400, "refused", kind)
                     request.client.answer(head, 400, error_body(400, str(error)))
                     return None
-                arrival = self.plane.fleet.arrive(asked)
+                arrival = self.plane.fleet.arrive(asked, keep=True)
         self.budget.request()
         exchange = Exchange(self, request, kind, asked, arrival)
         self.active.add(exchange)
         exchange.start()
         return exchange if exchange.stage != OVER else None
+
+    def _kind(self, path: bytes) -> str:
+        if len(self._kinds) >= _MOST_PATHS:
+            self._kinds.clear()
+        kind = self._kinds[path] = kind_of(path.decode("latin-1"))
+        return kind
 
     def request_id(self, request: Request) -> bytes:
         """Return the client's request id, or a new one."""
@@ -99,368 +90,3 @@ class Forwarder:
         """A request is over: let the next one in."""
         if len(self.queue):
             self.queue.pump(self.now)
-
-
-class Exchange:
-    """One request on its way."""
-
-    __slots__ = ("__weakref__", "_attempts", "_connection", "_f", "_failure", "_heard_at", "_kind",
-                 "_paused", "_refreshed", "_relay", "_request", "_sent_at", "_started_at",
-                 "_target", "_timed_out", "_tried", "arrival", "asked", "decision", "flight", "id",
-                 "priority", "stage")  # fmt: skip
-
-    def __init__(
-        self,
-        forwarder: Forwarder,
-        request: Request,
-        kind: str,
-        asked: Asked | None,
-        arrival: "Arrival | None",
-    ) -> None:
-        self._f = forwarder
-        self._request = request
-        self._kind = kind
-        self.asked = asked
-        self.arrival = arrival
-        self.id = forwarder.request_id(request)
-        self.priority = asked.priority if asked is not None else 0
-        self.stage = WAITING
-        self.flight: Flight | None = None
-        self.decision: Decision | None = None
-        self._target: Target | None = None
-        self._connection: UpstreamConnection | None = None
-        self._tried: list[Target] = []
-        self._attempts = 0
-        self._refreshed = False
-        self._failure = ""
-        self._timed_out = False
-        self._started_at = self._sent_at = self._heard_at = forwarder.now
-        self._relay: Relay | None = None
-        self._paused = False
-
-    # Admission.
-
-    def start(self) -> None:
-        """Send it, or let it wait, or send it away."""
-        f = self._f
-        # Those that wait already go first, unless this one is more urgent.
-        if (len(f.queue) and self.arrival is not None) or not self._try():
-            self._wait()
-
-    def admitted(self) -> bool:
-        """Try again to send it; called by the queue."""
-        return self._try()
-
-    def shed(self, why: str) -> None:
-        """Send it away; called by the queue."""
-        self._f.telemetry.shed("queue")
-        after = self._f.queue.retry_after_s(self._f.now)
-        self._reply(429, why, "shed", b"retry-after: %d\r\n" % after)
-
-    def _wait(self) -> None:
-        f = self._f
-        if self.arrival is not None and f.plane.has_other(self._tried):
-            if not f.queue.push(self, f.now):
-                self.shed("every replica is busy and the queue is full")
-            elif not self._attempts:
-                f.room()
-            return
-        if self._attempts:
-            self._give_up()
-        else:
-            f.telemetry.shed("no_replica")
-            after = max(1, round(f.settings.health.open_s))
-            self._reply(503, "no replica is available", "shed", b"retry-after: %d\r\n" % after)
-
-    def _try(self) -> bool:
-        """Choose a replica and send; False: there is none with room."""
-        plane = self._f.plane
-        if self.arrival is None:
-            target = plane.any_target(self._tried)
-            if target is None:
-                return False
-        else:
-            decision = plane.choose(self.arrival, self._tried)
-            if decision is None:
-                return False
-            target = plane.targets[decision.replica]
-            self.decision = decision
-            self.flight = plane.fleet.open(self.arrival, decision.replica, decision)
-            self._f.telemetry.decided(decision)
-        self._attempts += 1
-        self._refreshed = False
-        self._target = target
-        target.begin()
-        self._connect(fresh=False)
-        return True
-
-    def _connect(self, *, fresh: bool) -> None:
-        assert self._target is not None
-        self.stage = CONNECTING
-        connection = self._target.pool.acquire(self, fresh=fresh)
-        if connection is not None:
-            self.connected(connection)
-
-    # The backend's side.
-
-    def connected(self, connection: UpstreamConnection) -> bool:
-        """Send the request; False: it is not wanted any more."""
-        if self.stage != CONNECTING:
-            return False
-        request, target = self._request, self._target
-        assert target is not None
-        self.stage = SENT
-        self._sent_at = self._f.now
-        self._connection = connection
-        head = target.pool.request_head(request.head, len(request.body), self.id)
-        connection.send(self, request.head.method, head, request.body)
-        return True
-
-    def failed(self, why: str, *, connecting: bool) -> None:
-        """The backend did not answer, or not to the end."""
-        if self.stage == OVER:
-            return
-        target, connection = self._target, self._connection
-        assert target is not None
-        self._connection = None
-        now = self._f.now
-        if (
-            not connecting
-            and connection is not None
-            and connection.reused
-            and not self._refreshed
-            and self.stage == SENT
-            and now - self._sent_at < STALE_S
-        ):
-            self._refreshed = True
-            self._connect(fresh=True)
-            return
-        target.health.failure(now, why, died=connecting)
-        self._failed_over(why, "connect" if connecting else "broken", "backend_failed")
-
-    def head(self, head: ResponseHead) -> None:
-        """The answer begins: pass it on, or try another replica if it is an error of this one."""
-        f, target = self._f, self._target
-        assert target is not None
-        status = head.status
-        if status >= 500 and status != 501:
-            why = f"answered {status}"
-            target.health.failure(f.now, why, may_open=f.plane.may_eject())
-            if status in f.settings.retry.statuses and self._may_retry():
-                if self._connection is not None:
-                    self._connection.abort()
-                    self._connection = None
-                self._failed_over(why, f"status_{status}", "backend_failed")
-                return
-        else:
-            target.health.success(f.now)
-        self.stage = STREAMING
-        self._heard_at = f.now
-        request = self._request
-        keep = request.head.keep_alive and not request.client.closing
-        kind = self._kind if self.flight is not None else "other"
-        self._relay = Relay(head, request.head, kind, keep, self._extra_headers())
-
-    def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
-        """Pass a piece of the answer on, byte for byte."""
-        relay, target, flight, connection = (
-            self._relay, self._target, self.flight, self._connection,
-        )  # fmt: skip
-        assert relay is not None
-        assert target is not None
-        target.heard = True
-        self._heard_at = self._f.now
-        reader = connection.reader if connection is not None else None
-        out, tokens = relay.piece(raw, parts, done, reader)
-        if tokens and flight is not None:
-            flight.tokens(tokens)
-        client = self._request.client
-        if out:
-            client.write(out)
-        if done:
-            self._connection = None
-            usage = relay.usage
-            if usage is not None and flight is not None:
-                flight.usage(*usage)
-            status = relay.status
-            outcome = "done" if status < 400 else "rejected" if status < 500 else "backend_failed"
-            self._finish(outcome, status)
-            client.end(keep=relay.keep)
-
-    # The client's side.
-
-    def client_gone(self) -> None:
-        """Break off at once: the backend shall not work for nobody."""
-        if self.stage == OVER:
-            return
-        self._f.queue.remove(self)
-        if self._connection is not None:
-            self._connection.abort()
-            self._connection = None
-        self._finish("client_gone", 499)
-
-    def client_slow(self) -> None:
-        """Stop reading from the backend."""
-        self._paused = True
-        if self._connection is not None:
-            self._connection.pause()
-
-    def client_ready(self) -> None:
-        """Go on reading."""
-        self._paused = False
-        self._heard_at = self._f.now
-        if self._connection is not None:
-            self._connection.resume()
-
-    # Time limits and failures.
-
-    def check(self, now: float) -> None:
-        """Enforce the time limits at ``now`` (s)."""
-        limits = self._f.settings.limits
-        stage = self.stage
-        if now - self._started_at > limits.total_s:
-            self._expired(f"not complete within {limits.total_s:g} s", final=True)
-        elif stage == SENT or (stage == STREAMING and not self._begun):
-            if now - self._sent_at > limits.first_byte_s:
-                self._expired(f"no answer within {limits.first_byte_s:g} s")
-        elif (
-            stage == STREAMING
-            and not self._paused
-            and now - self._heard_at > limits.between_chunks_s
-        ):
-            self._expired(f"silent for {limits.between_chunks_s:g} s")
-
-    @property
-    def _begun(self) -> bool:
-        """Whether a byte of an answer was passed on."""
-        return self._relay is not None and self._relay.started
-
-    def _expired(self, why: str, *, final: bool = False) -> None:
-        if self._connection is not None:
-            self._connection.abort()
-            self._connection = None
-        self._f.queue.remove(self)
-        self._timed_out = True
-        if self._target is not None and not final:
-            self._target.health.failure(self._f.now, why)
-        if final:
-            self._attempts = self._f.settings.retry.attempts
-        self._failed_over(why, "timeout", "timeout")
-
-    def _may_retry(self) -> bool:
-        """Whether another replica may be tried; it is, if so: the budget is charged."""
-        f = self._f
-        return (
-            self._attempts < f.settings.retry.attempts
-            and f.plane.has_other([*self._tried, self._target] if self._target else self._tried)
-            and f.budget.spend()
-        )
-
-    def _failed_over(self, why: str, cause: str, outcome: str) -> None:
-        """This attempt has failed: try another replica, or tell the client."""
-        f, target = self._f, self._target
-        self._failure = why
-        if self._begun:
-            self._break_off(why, outcome)
-            return
-        # An answer that made us look elsewhere has charged the budget already.
-        retry = cause.startswith("status_") or self._may_retry()
-        if not retry:
-            self._give_up(outcome)
-            return
-        assert target is not None
-        f.telemetry.retried(target.index, cause)
-        _log.info(
-            "request is tried again",
-            extra={"request": self.id.decode(), "replica": target.label, "why": why},
-        )
-        self._close_flight(outcome)
-        self._tried.append(target)
-        self.stage = WAITING
-        self._relay = None
-        if not self._try():
-            self._wait()
-        f.room()
-
-    def _give_up(self, outcome: str = "backend_failed") -> None:
-        status = 504 if self._timed_out else 502
-        where = self._target.label if self._target is not None else ""
-        if not where and self._tried:
-            where = self._tried[-1].label
-        self._reply(status, f"replica {where} failed: {self._failure}", outcome)
-
-    def _break_off(self, why: str, outcome: str) -> None:
-        """The answer has begun and cannot be completed: say so in a stream, else cut it off."""
-        client, relay, target = self._request.client, self._relay, self._target
-        assert relay is not None
-        assert target is not None
-        message = f"replica {target.label} failed while it was answering: {why}"
-        event = relay.error_event(message, outcome)
-        self._finish(outcome, relay.status)
-        if event is None:
-            client.abort()
-        else:
-            client.write(event)
-            client.end(keep=relay.keep)
-
-    def _reply(self, status: int, why: str, outcome: str, extra: bytes = b"") -> None:
-        """Answer the client ourselves."""
-        request = self._request
-        extra += b"x-request-id: %b\r\n" % self.id
-        self._finish(outcome, status)
-        request.client.answer(request.head, status, error_body(status, why, outcome), extra=extra)
-
-    # Accounts.
-
-    def _close_flight(self, outcome: str) -> None:
-        """This attempt is over."""
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            flight.close(outcome)
-            self._f.decision_log.write(flight, outcome)
-        target, self._target = self._target, None
-        if target is not None:
-            target.end()
-
-    def _finish(self, outcome: str, status: int) -> None:
-        """The request is over."""
-        if self.stage == OVER:
-            return
-        self.stage = OVER
-        f = self._f
-        f.active.discard(self)
-        flight, target = self.flight, self._target
-        self._close_flight(outcome)
-        f.telemetry.request_done(flight, status, outcome, self._kind)
-        failed = outcome not in ("done", "client_gone", "rejected")
-        if f.settings.log.requests or (failed and status != 429 and status >= 500):
-            _log.log(
-                logging.WARNING if failed else logging.INFO,
-                "request %s", outcome,
-                extra={
-                    "request": self.id.decode(), "kind": self._kind, "status": status,
-                    "replica": target.label if target is not None else None,
-                    "attempts": self._attempts, "why": self._failure or None,
-                },
-            )  # fmt: skip
-        if len(f.queue):
-            f.room()
-
-    def _extra_headers(self) -> bytes:
-        target, decision = self._target, self.decision
-        if not self._f.settings.explain or target is None:
-            return b"x-request-id: %b\r\n" % self.id
-        if decision is None:
-            return b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n" % (
-                self.id, target.label_bytes,
-            )  # fmt: skip
-        return (
-            b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n"
-            b"x-tailrace-policy: %b\r\nx-tailrace-reason: %b\r\n"
-        ) % (self.id, target.label_bytes, _header_value(decision.policy),
-             _header_value(decision.reason))  # fmt: skip
-
-
-def _header_value(text: str) -> bytes:
-    """Make any text safe for a header."""
-    return text.encode("ascii", "replace").translate(None, _CONTROL)[:256]

@@ -5,6 +5,7 @@ to the parser alone, and the bytes behind it are measured there.
 """
 
 from collections.abc import Iterable
+from copy import copy
 
 import httptools
 
@@ -44,8 +45,8 @@ class RefusedError(Exception):
 class RequestHead:
     """Head of a request, as the client sent it."""
 
-    __slots__ = ("_parser", "chunked", "expects_continue", "headers", "http10", "keep_alive",
-                 "length", "lower", "method", "target")  # fmt: skip
+    __slots__ = ("_passed", "chunked", "expects_continue", "headers", "http10", "keep_alive",
+                 "length", "lower", "method", "path", "sized", "target")  # fmt: skip
 
     def __init__(self) -> None:
         self.method = b""
@@ -60,6 +61,18 @@ class RequestHead:
         """Bytes of the body; of no meaning if chunked."""
         self.chunked = False
         self.expects_continue = False
+        self.path = b""
+        """Target without its query."""
+        self.sized = False
+        """Whether the client gave the body's length or sent it in chunks."""
+        self._passed: dict[bool, bytes] = {}
+
+    def passed(self, *, authorization: bool) -> bytes:
+        """Return the header lines that a backend gets, each with CRLF before it."""
+        lines = self._passed.get(authorization)
+        if lines is None:
+            lines = self._passed[authorization] = _passed_lines(self, authorization)
+        return lines
 
     # Called by httptools.
     def on_url(self, url: bytes) -> None:
@@ -128,6 +141,8 @@ def parse_request(head: bytes) -> RequestHead:
             if expect.strip().lower() != b"100-continue":
                 raise RefusedError(417, "the only Expect known here is 100-continue")
             request.expects_continue = True
+    request.path = request.target.partition(b"?")[0]
+    request.sized = length is not None or request.chunked
     return request
 
 
@@ -179,32 +194,39 @@ def upstream_head(
     authorization: bytes | None,
 ) -> bytes:
     """Build the head for a backend: its own host, our framing, no hop-by-hop headers."""
-    out = [request.method, b" ", prefix, request.target, b" HTTP/1.1\r\nhost: ", backend]
-    lower = request.lower
-    dropped = HOP_BY_HOP
-    if b"connection" in lower:
+    passed = request.passed(authorization=authorization is None)
+    start = b"%b %b%b HTTP/1.1\r\nhost: %b%b" % (
+        request.method, prefix, request.target, backend, passed,
+    )  # fmt: skip
+    if authorization is not None:
+        start += b"\r\nauthorization: " + authorization
+    if body_bytes or request.sized:
+        return b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            start, request_id, body_bytes,
+        )  # fmt: skip
+    return b"%b\r\nx-request-id: %b\r\n\r\n" % (start, request_id)
+
+
+def _passed_lines(request: RequestHead, authorization: bool) -> bytes:
+    dropped = HOP_BY_HOP | _OURS
+    if b"connection" in request.lower:
         named = connection_tokens(request.headers)
         # What is needed end to end cannot be taken out by naming it in Connection.
         dropped = dropped | (named - {b"authorization", b"content-type", b"accept"})
-    for name, value in request.headers:
-        low = name.lower()
-        if low in dropped or low in _OURS or (authorization and low == b"authorization"):
-            continue
-        out += (b"\r\n", name, b": ", value)
-    if authorization:
-        out += (b"\r\nauthorization: ", authorization)
-    out += (b"\r\nx-request-id: ", request_id)
-    if body_bytes or b"content-length" in lower or request.chunked:
-        out += (b"\r\ncontent-length: ", b"%d" % body_bytes)
-    out.append(b"\r\n\r\n")
-    return b"".join(out)
+    if not authorization:
+        dropped = dropped | {b"authorization"}
+    return b"".join(
+        b"\r\n%b: %b" % (name, value)
+        for name, value in request.headers
+        if name.lower() not in dropped
+    )
 
 
 class ResponseHead:
     """Head of a backend's answer."""
 
-    __slots__ = ("content_type", "framing", "headers", "http10", "keep_alive", "lower", "reason",
-                 "status")  # fmt: skip
+    __slots__ = ("_passed", "content_type", "framing", "headers", "http10", "keep_alive", "lower",
+                 "reason", "status")  # fmt: skip
 
     def __init__(self) -> None:
         self.status = 0
@@ -215,6 +237,21 @@ class ResponseHead:
         self.http10 = False
         self.framing = Framing("none")
         self.content_type = b""
+        self._passed: bytes | None = None
+
+    def of_length(self, length: int) -> "ResponseHead":
+        """Return the same head of an answer of another length."""
+        self.passed()
+        other = copy(self)
+        other.framing = Framing("length", length)
+        return other
+
+    def passed(self) -> bytes:
+        """Return the start line and the lines the client gets, without Content-Length."""
+        lines = self._passed
+        if lines is None:
+            lines = self._passed = _passed_answer(self)
+        return lines
 
     # Called by httptools.
     def on_status(self, reason: bytes) -> None:
@@ -281,25 +318,33 @@ def client_head(
 
     ``chunked``: the body that follows is framed in chunks.
     """
+    out = response.passed()
+    length = response.lower.get(b"content-length")
+    if length is not None:
+        # A 304 or the answer to HEAD has no body but says how long it would be.
+        framing = response.framing
+        told = b"%d" % framing.length if framing.kind == "length" else length
+        out += b"content-length: %b\r\n" % told
+    if chunked:
+        out += b"transfer-encoding: chunked\r\n"
+    if not keep_alive:
+        out += b"connection: close\r\n"
+    elif http10:
+        out += b"connection: keep-alive\r\n"
+    return b"%b%b\r\n" % (out, extra)
+
+
+def _passed_answer(response: ResponseHead) -> bytes:
     status = response.status
-    out = [b"HTTP/1.1 %d " % status, response.reason or REASONS.get(status, b""), b"\r\n"]
-    dropped = HOP_BY_HOP
+    dropped = HOP_BY_HOP | {b"x-request-id", b"content-length"}
     if b"connection" in response.lower:
         dropped = dropped | connection_tokens(response.headers) - {b"content-type"}
-        dropped -= {b"content-length"}
-    for name, value in response.headers:
-        low = name.lower()
-        if low in dropped or low == b"x-request-id" or low.startswith(_ROUTER_HEADERS):
-            continue
-        out += (name, b": ", value, b"\r\n")
-    if chunked:
-        out.append(b"transfer-encoding: chunked\r\n")
-    if not keep_alive:
-        out.append(b"connection: close\r\n")
-    elif http10:
-        out.append(b"connection: keep-alive\r\n")
-    out += (extra, b"\r\n")
-    return b"".join(out)
+    reason = response.reason or REASONS.get(status, b"")
+    return b"HTTP/1.1 %d %b\r\n" % (status, reason) + b"".join(
+        b"%b: %b\r\n" % (name, value)
+        for name, value in response.headers
+        if name.lower() not in dropped and not name.lower().startswith(_ROUTER_HEADERS)
+    )
 
 
 def answer(

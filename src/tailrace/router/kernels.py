@@ -38,8 +38,12 @@ MAIN, CANARY, SHADOW, FALLBACK = range(4)
 SCORES, FALLBACK_SCORES, TTFT, SHADOW_SCORES = range(4)
 #: Why a decision is the fallback rule's.
 NO_CAUSE, CAUSE_NAN, CAUSE_RANGE, CAUSE_GUARD, CAUSE_ERROR, CAUSE_TIME = range(6)
-#: Places of ``judge``'s whole results.
-CHOSEN, RUNNER_UP, CAUSE, REASON, FALLBACK_CHOICE, FEATURE = range(6)
+#: Places of ``judge``'s whole results ...
+CHOSEN, RUNNER_UP, CAUSE, REASON, FALLBACK_CHOICE, FEATURE, CACHED = range(7)
+WHOLE = 7
+#: ... and of its figures: the reason's two, and what is predicted of the request.
+OURS, THEIRS, CHOSEN_TTFT, PREDICTED_OUTPUT = range(4)
+FIGURES = 4
 #: Main reason for the choice against the runner-up; the two figures say it for both.
 (
     ONLY_ONE, ALIKE, MORE_CACHED, LESS_QUEUED, FASTER, FEWER_ANSWERS, MORE_MEMORY, EARLIER, OTHER,
@@ -199,6 +203,10 @@ def judge(
     whole[FALLBACK_CHOICE] = other
     whole[RUNNER_UP] = _runner_up(replicas, scores[used, :n], chosen)
     _explain(view, scores, used, whole, figures)
+    figures[PREDICTED_OUTPUT] = request[0]["predicted_output"]
+    if chosen != NO_REPLICA:
+        whole[CACHED] = replicas[chosen]["cached_tokens"]
+        figures[CHOSEN_TTFT] = scores[TTFT, chosen]
     return chosen
 
 
@@ -296,14 +304,8 @@ def _weigh(gain, best, reason, ours, theirs, whole, figures):
     if gain <= best:
         return best
     whole[REASON] = reason
-    figures[0], figures[1] = ours, theirs
+    figures[OURS], figures[THEIRS] = ours, theirs
     return gain
-
-
-@jit
-def decode_s(request, replicas, costs, routers, i):
-    """Seconds of an iteration with all requests in flight on replica ``i``."""
-    return _decode_s(View(request[0], replicas, costs, routers[MAIN]), i)
 
 
 # ---- what happens to a request ------------------------------------------------------------------
@@ -364,14 +366,16 @@ def answered(replicas, r, prompt, cached, sent_at, streamed):
 
 @jit
 def ended(
-    replicas, routers, entries, slots, totals, r, now, prompt, cached, predicted, sent_at,
-    answering, streamed, output, keys, units, caching, per_token,
+    request, replicas, costs, routers, entries, slots, totals, r, now, prompt, cached, predicted,
+    sent_at, answering, streamed, output, keys, units, caching, per_token,
 ):  # fmt: skip
     """A request ended. ``output`` >= 0: well, after so many tokens; -1: it was lost on the way.
 
     ``answering`` and ``streamed`` say whether and how far it is in the ledger as answering.
+    Returns the seconds of an iteration with all that were in flight there, this one included.
     """
     replica = replicas[r]
+    decode_s = _decode_s(View(request[0], replicas, costs, routers[MAIN]), r)
     if answering == 0:
         ledger.answering(replica, prompt, cached, sent_at)
     else:
@@ -383,7 +387,7 @@ def ended(
         replica["predicted_tokens"] -= expected
         # What did stream back counts as throughput, but is no finished answer to learn from.
         replica["finished_tokens"] += streamed
-        return
+        return decode_s
     ledger.finished(replica, routers[MAIN], prompt, expected, output)
     if caching[r] != 0:
         count = keys.size - 1
@@ -393,6 +397,7 @@ def ended(
         index = PrefixIndex(entries, slots, totals)
         prefix.insert(index, r, keys[:count], units[:count], capacity, now)
         units[count - 1] = last
+    return decode_s
 
 
 @jit

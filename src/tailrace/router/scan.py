@@ -168,10 +168,12 @@ def find_usage(text: bytes) -> Usage | None:
 def _object(text: bytes, start: int) -> dict[str, Any] | None:
     """Parse the JSON object that begins at ``start``, with a few objects in it at most."""
     end = start
-    for _ in range(MAX_INNER_OBJECTS):
+    for closed in range(1, MAX_INNER_OBJECTS + 1):
         end = text.find(b"}", end) + 1
         if not end:
             return None
+        if text.count(b"{", start, end) > closed:
+            continue  # another one has begun in it
         try:
             found = orjson.loads(text[start:end])
         except orjson.JSONDecodeError:
@@ -181,16 +183,19 @@ def _object(text: bytes, start: int) -> dict[str, Any] | None:
 
 
 def _figures(found: dict[str, Any]) -> Usage:
+    prompt = found.get("prompt_tokens")
+    output = found.get("completion_tokens")
     details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
-    return Usage(
-        _count(found.get("prompt_tokens", found.get("input_tokens"))),
-        _count(found.get("completion_tokens", found.get("output_tokens"))),
-        _count(details.get("cached_tokens")) if isinstance(details, dict) else None,
-    )
+    if prompt is None:
+        prompt = found.get("input_tokens")
+    if output is None:
+        output = found.get("output_tokens")
+    cached = details.get("cached_tokens") if type(details) is dict else None
+    return Usage(_count(prompt), _count(output), None if cached is None else _count(cached))
 
 
 def _count(value: Any) -> int | None:
     """Return a number of tokens, if it is one."""
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**40:
+    if type(value) is int and 0 <= value < 2**40:
         return value
     return None

@@ -10,6 +10,7 @@ policies from the settings.
 
 import asyncio
 import time
+from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable
 from http import HTTPStatus
@@ -26,7 +27,7 @@ from tailrace.router.exported import (
     Exporter,
     Histogram,
 )
-from tailrace.router.windows import Slots
+from tailrace.router.windows import Slots, bucket_of
 
 if TYPE_CHECKING:
     from tailrace.router.app import Router
@@ -120,9 +121,12 @@ class Telemetry:
 
     def decided(self, decision: "Decision") -> None:
         """A replica was chosen."""
+        now = self.clock()
         replica = decision.replica
         self.decisions[decision.policy, replica] += 1
-        self.decision.observe(decision.took_s)
+        took_s, times = decision.took_s, self.decision
+        times.counts[bisect_left(DECISION_BUCKETS, took_s)] += 1
+        times.total += took_s
         if decision.fell_back is not None:
             self.fallbacks[FALLBACK_CAUSES.get(decision.fell_back, "other")] += 1
         if decision.shadow is not None:
@@ -130,23 +134,19 @@ class Telemetry:
             if decision.shadow != replica:
                 self.disagreed += 1
         self.slots.present.decided[replica] += 1
-        self.recent.append((self.clock(), decision))
+        self.recent.append((now, decision))
 
     def request_done(
         self, flight: "Flight | None", status: int, outcome: str, path_kind: str
     ) -> None:
         """A client's request is over; ``flight``: its last attempt, closed, if there was one."""
-        if path_kind not in KINDS:
-            path_kind = "other"
-        if outcome not in OUTCOMES:
-            outcome = "other"
-        if status not in STATUSES:
-            status //= 100
+        replica = _NOWHERE if flight is None else flight.replica
+        key = (path_kind, status, outcome, replica)
+        if key not in self.requests:
+            key = _closed_key(*key)
+        self.requests[key] += 1
         if flight is None:
-            self.requests[path_kind, status, outcome, _NOWHERE] += 1
             return
-        replica = flight.replica
-        self.requests[path_kind, status, outcome, replica] += 1
         if replica >= len(self.replicas):
             self.replicas += [ReplicaCounts() for _ in range(len(self.replicas), replica + 1)]
         counts = self.replicas[replica]
@@ -157,22 +157,20 @@ class Telemetry:
         if flight.reported_cached is not None:
             counts.checked += cached
             counts.reported += flight.reported_cached
-        self._time(flight, counts, output, outcome == "done")
-
-    def _time(self, flight: "Flight", counts: ReplicaCounts, output: int, done: bool) -> None:
-        """Count how long a request took; an estimated first token counts for nothing."""
-        arrived_at, slot = flight.arrival.arrived_at, self.slots
-        self.queue_wait.observe(max(0.0, flight.sent_at - arrived_at))
+        arrived_at, slot = flight.arrival.arrived_at, self.slots.present
+        waited_s = flight.sent_at - arrived_at
+        self.queue_wait.observe(waited_s if waited_s > 0 else 0.0)
+        # An estimated first token counts for nothing.
         first_at = None if flight.estimated else flight.first_at
         if first_at is not None:
             ttft_s = max(0.0, first_at - arrived_at)
             counts.ttft.observe(ttft_s)
-            slot.ttft(ttft_s)
+            slot.ttft[bucket_of(ttft_s)] += 1
         last_at = flight.last_at
-        if done and last_at is not None:
+        if outcome == "done" and last_at is not None:
             e2e_s = max(0.0, last_at - arrived_at)
             self.e2e.observe(e2e_s)
-            slot.e2e(e2e_s)
+            slot.e2e[bucket_of(e2e_s)] += 1
             if first_at is not None and output > 1:
                 counts.tpot.observe(max(0.0, last_at - first_at) / (output - 1))
 
@@ -222,3 +220,15 @@ class Telemetry:
     def render(self) -> bytes:
         """Return everything in Prometheus' text form."""
         return self._exporter.render()
+
+
+def _closed_key(
+    path_kind: str, status: int, outcome: str, replica: int
+) -> tuple[str, int, str, int]:
+    """Return what a request counts as: values from closed lists only."""
+    return (
+        path_kind if path_kind in KINDS else "other",
+        status if status in STATUSES else status // 100,
+        outcome if outcome in OUTCOMES else "other",
+        replica,
+    )

@@ -15,7 +15,8 @@ from tailrace.router.framing import (
     CloseReader,
     reader_for,
 )
-from tailrace.router.http import RequestHead, ResponseHead, parse_response, upstream_head
+from tailrace.router.heads import Responses
+from tailrace.router.http import RequestHead, ResponseHead, upstream_head
 from tailrace.router.settings import BackendSettings, LimitSettings
 
 #: vLLM closes a connection that is idle for 5 s; one that is nearly that old is not used again.
@@ -44,6 +45,9 @@ class Sink(Protocol):
 
     def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
         """Bytes as they came, framing included, and what they mean."""
+
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """An answer of known length that came in one piece: ``head`` and ``body`` in one."""
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -139,13 +143,19 @@ class UpstreamConnection(asyncio.Protocol):
                     raise BrokenMessageError("the head of the answer is too long")
                 self._head_bytes = data
                 return
-            head = parse_response(data[:end], self._method)
+            head = self.pool.heads.read(data[:end], self._method)
             if head.status >= 200:
                 break
             data = data[end:]  # 100 Continue and the like: the answer is still to come
         self._head_bytes = b""
         self._keep = head.keep_alive
-        self.reader = reader = reader_for(head.framing)
+        framing = head.framing
+        if framing.kind == "length" and len(data) - end == framing.length:
+            self.sink = None
+            self._give_back(more=False)
+            sink.whole(head, data[end:])
+            return
+        self.reader = reader = reader_for(framing)
         sink.head(head)
         if self.sink is not sink:
             return  # not wanted: another replica is tried
@@ -166,6 +176,11 @@ class UpstreamConnection(asyncio.Protocol):
     def _done(self, raw: bytes, parts: list[bytes], more: bool, sink: Sink) -> None:
         """Give the connection back before the sink hears, which may want it at once."""
         self.sink = None
+        self._give_back(more=more)
+        sink.body(raw, parts, True)
+
+    def _give_back(self, *, more: bool) -> None:
+        """The exchange is complete; ``more``: there are bytes that nobody asked for."""
         transport = self.transport
         if (
             self._keep
@@ -177,7 +192,6 @@ class UpstreamConnection(asyncio.Protocol):
             self.pool.release(self)
         else:
             self._close()
-        sink.body(raw, parts, True)
 
     def _fail(self, why: str) -> None:
         sink, self.sink = self.sink, None
@@ -249,12 +263,17 @@ class _Fetch:
             head = self._head
             self._future.set_result(Response(head.status, head.lower, b"".join(self._parts)))
 
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        self._head = head
+        self.body(body, [body], True)
+
 
 class Pool:
     """All connections to one backend."""
 
     def __init__(self, backend: BackendSettings, limits: LimitSettings) -> None:
         self.backend = backend
+        self.heads = Responses()
         self._limits = limits
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()

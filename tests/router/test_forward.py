@@ -410,6 +410,26 @@ def test_bytes_behind_an_answer_are_not_passed_on() -> None:
 # ---- clients ------------------------------------------------------------------------------------
 
 
+def test_a_client_may_close_at_the_end_mark_before_the_last_chunk() -> None:
+    """Some clients do; the answer was complete, and what the server said of it counts."""
+    told = b'data: {"choices":[],"usage":{"prompt_tokens":5,"completion_tokens":2}}\n\n'
+    begun = SSE_HEAD + chunked(event("a"), told, b"data: [DONE]\n\n", end=False)
+
+    async def test() -> None:
+        async with world(1) as w:
+            w.backends[0].scripts.append(hang(begun))
+            client = await w.client()
+            client.send(STREAM)
+            await client.reader.readuntil(b"[DONE]\n\n")
+            client.abort()
+            await w.backends[0].lost.wait()
+            await until(lambda: not w.router.forwarder.active)
+            assert w.counts.done == [(200, "done", "completion")]
+            w.assert_quiet()
+
+    run(test())
+
+
 @pytest.mark.parametrize("begun", [b"", SSE_HEAD, SSE_HEAD + chunked(event("a"), end=False)])
 def test_when_the_client_goes_the_backend_notices_at_once(begun: bytes) -> None:
     async def test() -> None:

@@ -136,7 +136,8 @@ class Router:
     async def start(self) -> None:
         """Listen, and begin with probes, metrics and time limits."""
         _raise_file_limit()
-        self._listen_at = await self._listen(self.settings.listen, self)
+        shared = self.settings.share_port
+        self._listen_at = await self._listen(self.settings.listen, self, shared=shared)
         if self.settings.admin.listen != "off":
             try:
                 self._admin_at = await self._listen(self.settings.admin.listen, self.admin)
@@ -347,13 +348,16 @@ class Router:
         task.add_done_callback(_report)
         self._tasks.append(task)
 
-    async def _listen(self, where: str, service: Service) -> tuple[str, int]:
+    async def _listen(
+        self, where: str, service: Service, *, shared: bool = False
+    ) -> tuple[str, int]:
         host, port = address(where)
         loop = asyncio.get_running_loop()
         try:
             server = await loop.create_server(
-                lambda: ClientConnection(service), host, port, backlog=BACKLOG
-            )
+                lambda: ClientConnection(service), host, port, backlog=BACKLOG,
+                reuse_port=shared or None,
+            )  # fmt: skip
         except OSError as error:
             in_use = error.errno == errno.EADDRINUSE
             why = "something listens there already" if in_use else error.strerror or str(error)

@@ -260,7 +260,14 @@ class Exchange:
         if self._connection is not None:
             self._connection.abort()
             self._connection = None
-        self._finish("client_gone", 499)
+        relay = self._relay
+        if relay is not None and relay.said_done:
+            # Clients may close at the end mark, before the body's last chunk.
+            if relay.usage is not None and self.flight is not None:
+                self.flight.usage(*relay.usage)
+            self._finish("done", relay.status)
+        else:
+            self._finish("client_gone", 499)
 
     def client_slow(self) -> None:
         """Stop reading from the backend."""

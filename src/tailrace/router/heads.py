@@ -96,5 +96,7 @@ def split(head: bytes) -> tuple[bytes, bytes | None, bytes]:
 
 
 def _is_length(head: RequestHead | ResponseHead, digits: bytes | None) -> bool:
-    """Whether what was split off is what the parser took for Content-Length."""
+    """Whether what was split off is what the parser took for the length of the body."""
+    if isinstance(head, ResponseHead) and digits is not None and head.framing.kind != "length":
+        return False  # a 304 says how long something else is
     return head.lower.get(b"content-length") == digits

@@ -54,6 +54,11 @@ class Relay:
         self._end = b""  # the last bytes that were passed on
 
     @property
+    def said_done(self) -> bool:
+        """Whether the stream has said that it is complete."""
+        return self.sse and self._scanner.done
+
+    @property
     def usage(self) -> Usage | None:
         """The server's own figures, if it has told them."""
         return self._scanner.usage

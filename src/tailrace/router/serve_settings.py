@@ -36,6 +36,8 @@ class ServeSettings(Settings):
     """The servers."""
     listen: str = "127.0.0.1:8080"
     """host:port for clients."""
+    share_port: bool = False
+    """Let several routers listen there (SO_REUSEPORT): the system spreads connections over them."""
     routing: ChooserSettings = ChooserSettings()
     metrics: ScrapeSettings = ScrapeSettings()
     decisions: DecisionLogSettings = DecisionLogSettings()

@@ -87,7 +87,7 @@ def test_mistakes_are_told(args, says):
 
 
 def test_a_key_in_the_environment_is_sent_and_not_shown(monkeypatch):
-    from tailrace.cli.bench import _headers
+    from tailrace.cli.bench import headers_of
 
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    assert _headers(("X-A: b",)) == {"authorization": "Bearer secret", "x-a": "b"}
+    assert headers_of(("X-A: b",)) == {"authorization": "Bearer secret", "x-a": "b"}

@@ -7,7 +7,7 @@ import pytest
 
 from tailrace.cli import evaluate as cli_evaluate
 from tailrace.evaluate import cells, linear, opponents
-from tailrace.policy import checkpoint
+from tailrace.policy import checkpoint, shipped
 from tailrace.seeds import Purpose, purpose_of
 
 pytestmark = pytest.mark.compiled
@@ -158,7 +158,7 @@ def test_a_folder_that_cannot_be_made(run, mine, tmp_path):
 
 def test_by_default_evaluation_seeds_and_all_opponents():
     plan = cli_evaluate._plan(
-        None, False, None, (), ("lmetric",), (), None, 5, None, None, 0.1, 30.0
+        None, False, None, (), ("lmetric",), (), None, 0, 5, None, None, 0.1, 30.0
     )
     assert plan.suite == "standard"
     assert len(plan.seeds) == 20
@@ -181,7 +181,7 @@ def test_tuned_constants_are_recorded_once(run_json, run, tmp_path):
 
 def test_shipped_opponents_can_be_used():
     documented = Path(__file__).parents[2] / "docs" / "results" / "tuned.json"
-    assert documented.read_bytes() == opponents.TUNED_FILE.read_bytes()
+    assert documented.read_bytes() == shipped.TUNED_FILE.read_bytes()
     from tailrace.evaluate.suite import load_scenarios
 
     (scenario,) = load_scenarios(["agents"])

@@ -38,6 +38,7 @@ worlds = 2
 states = 4
 gap = 8
 warmup = 30
+shortest_s = 1.0
 longest_s = 2.0
 epochs = 3
 batch_size = 16
@@ -111,7 +112,7 @@ def test_settings_win_over_the_file_which_wins_over_the_preset(run, tiny, tmp_pa
     assert (given["name"], given["method"], given["updates"]) == ("tiny", "ppo", 1)
     assert given["demonstrations"]["rounds"] == 1
     assert given["demonstrations"]["decisions"] == 60
-    assert given["branching"]["keep"] == 12  # the preset's
+    assert given["branching"]["keep"] == 14  # the preset's
     assert [row["phase"] for row in log(tmp_path / "run")] == ["clone", "ppo"]
 
 

@@ -13,12 +13,13 @@ DEMO := runs/demo
 EVALUATION := build/evaluation
 VIDUR := .venv-vidur
 VLLM := .venv-vllm
+RAY := .venv-ray
 RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur test-vllm coverage bench evaluate parity report clean
+.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur test-vllm test-ray coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -84,6 +85,15 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 test-vllm: $(STAMP) $(VLLM)/.installed ## the router in front of two real vLLM servers on the CPU (installs 3.5 GB, then 5 minutes)
 	$(PYTEST) -m vllm tests/vllm
+
+$(RAY)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,serve,train]' 'ray==2.60.0' 'pytest>=8.2,<10'
+	@touch $@
+
+# Ray listens on all addresses: it gets a network of its own.
+test-ray: $(RAY)/.installed ## training and evaluation on Ray, sweeps, and the router in Ray Serve (needs unshare)
+	unshare -n bash -c 'ip link set lo up && exec $(RAY)/bin/python -m pytest -m ray tests/ray'
 
 test-browser: $(STAMP) ## the report and the status page in headless Chromium: desktop and phone, light and dark
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

@@ -22,6 +22,7 @@ COMMANDS = (
     "capacity",
     "plan",
     "train",
+    "sweep",
     "evaluate",
     "report",
     "tune",

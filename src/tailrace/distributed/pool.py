@@ -5,11 +5,13 @@ depend on nothing but what is in them, so the result is the same.
 """
 
 import hashlib
+import io
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import redirect_stdout
 from functools import lru_cache
@@ -17,12 +19,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tailrace.distributed import require
 from tailrace.errors import TailraceError
 from tailrace.parallel import Place, cores
 
 R = TypeVar("R")
 
+#: Arrays from this size on, bytes, are put into Ray's object store, and so many are kept there: all
+#: tasks of an update have the same network, which is to travel to each machine once.
+LARGE, KEPT = 65_536, 8
 #: How often a task is done again whose worker died.
 RETRIES = 3
 #: Name before the address on the command line.
@@ -96,6 +104,7 @@ class RayPool(ThreadPoolExecutor):
         self._lock = threading.Lock()
         self._closing = False
         self._under_way: set[Any] = set()
+        self._stored: OrderedDict[Any, Any] = OrderedDict()
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Do ``fn`` with these arguments on a worker."""
@@ -107,11 +116,13 @@ class RayPool(ThreadPoolExecutor):
 
         # As bytes of our own: Ray would hand out arrays that nobody may write to, which compiled
         # code takes for another type and torch warns of.
-        work = pickle.dumps((fn, args, kwargs), pickle.HIGHEST_PROTOCOL)
+        work, arrays = packed((fn, args, kwargs))
+        keys = [_content(array) for array in arrays]
         with self._lock:
             if self._closing:
                 raise TailraceError("the work was stopped")
-            ref = self._task.remote(fingerprint(), work)
+            stored = [self._store(*both) for both in zip(keys, arrays, strict=True)]
+            ref = self._task.remote(fingerprint(), work, *stored)
             self._under_way.add(ref)
         try:
             found: R = pickle.loads(ray.get(ref))
@@ -126,6 +137,17 @@ class RayPool(ThreadPoolExecutor):
             with self._lock:
                 self._under_way.discard(ref)
         return found
+
+    def _store(self, key: Any, array: NDArray[Any]) -> Any:
+        """Return the reference of an array in the object store, by its content."""
+        import ray
+
+        if key not in self._stored:
+            self._stored[key] = ray.put(array)
+            if len(self._stored) > KEPT:
+                self._stored.popitem(last=False)
+        self._stored.move_to_end(key)
+        return self._stored[key]
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Stop what is under way, which nobody can want any more, and leave the cluster."""
@@ -143,8 +165,49 @@ class RayPool(ThreadPoolExecutor):
             ray.shutdown()
 
 
-def perform(theirs: str, work: bytes) -> bytes:
-    """Do a task on a worker; ``theirs`` is the fingerprint of who wants it."""
+class _Packer(pickle.Pickler):
+    """Pickles all but large arrays, which it puts aside."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.arrays: list[NDArray[Any]] = []
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the number of an array that is put aside."""
+        if type(obj) is not np.ndarray or obj.nbytes < LARGE or obj.dtype.hasobject:
+            return None
+        self.arrays.append(obj)
+        return len(self.arrays) - 1
+
+
+class _Unpacker(pickle.Unpickler):
+    """Puts them back, each a copy that may be written to."""
+
+    def __init__(self, work: bytes, arrays: Sequence[NDArray[Any]]) -> None:
+        super().__init__(io.BytesIO(work))
+        self._arrays = arrays
+
+    def persistent_load(self, pid: int) -> NDArray[Any]:
+        """Return the array of a number."""
+        return self._arrays[pid].copy(order="K")
+
+
+def packed(value: Any) -> tuple[bytes, list[NDArray[Any]]]:
+    """Return a value as bytes, and the large arrays that are not in them."""
+    file = io.BytesIO()
+    packer = _Packer(file)
+    packer.dump(value)
+    return file.getvalue(), packer.arrays
+
+
+def _content(array: NDArray[Any]) -> tuple[Any, ...]:
+    """What tells an array from others: not its identity, since it may be changed in place."""
+    digest = hashlib.blake2b(np.ascontiguousarray(array).view(np.uint8).data).digest()
+    return array.dtype.str, array.shape, array.flags.f_contiguous, digest
+
+
+def perform(theirs: str, work: bytes, *arrays: NDArray[Any]) -> bytes:
+    """Do a packed task on a worker; ``theirs`` is the fingerprint of who wants it."""
     if theirs != fingerprint():
         raise TailraceError(
             "the workers on Ray run another Tailrace than this machine, or other versions of "
@@ -153,7 +216,7 @@ def perform(theirs: str, work: bytes) -> bytes:
         )
     # What a user's policy prints goes to standard error: the other belongs to results.
     with redirect_stdout(sys.stderr):
-        fn, args, kwargs = pickle.loads(work)
+        fn, args, kwargs = _Unpacker(work, arrays).load()
         return pickle.dumps(fn(*args, **kwargs), pickle.HIGHEST_PROTOCOL)
 
 

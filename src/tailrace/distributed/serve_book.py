@@ -70,6 +70,7 @@ class Book:
         self._arrivals: dict[str, Arrival] = {}
         self._flights: dict[str, Flight] = {}
         self._routed: set[str] = set()
+        self._ended_early: dict[str, Hashable] = {}
         self._told_of_routing = False
 
     def _backend(self) -> BackendSettings:
@@ -167,13 +168,20 @@ class Book:
                 flight.close("backend_failed")
                 moved = self.fleet.open(flight.arrival, row, flight.decision)
                 self._flights[request] = moved
+            if self._ended_early.get(request) == key:
+                self.ended(request, key)
 
     def ended(self, request: str, key: Hashable) -> None:
         """A request has ended at a replica, or has been turned away by it."""
         with self._lock:
             flight = self._flights.get(request)
-            if flight is None or (self._told_of_routing and request not in self._routed):
-                return  # turned away: it is chosen for again
+            if flight is None:
+                return
+            if self._told_of_routing and request not in self._routed:
+                # Turned away, and chosen for again; or so quick that this comes before the news
+                # that it was accepted.
+                self._ended_early[request] = key
+                return
             if self._rows.get(key, flight.replica) != flight.replica:
                 return
             # How long the answer was is not known: as long as expected.
@@ -193,6 +201,7 @@ class Book:
         if flight is not None:
             flight.close(outcome)
         self._routed.discard(request)
+        self._ended_early.pop(request, None)
 
     def _forget(self, request: str) -> None:
         self._arrivals.pop(request, None)

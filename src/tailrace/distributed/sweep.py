@@ -154,7 +154,7 @@ def run(
             "trial": tune.grid_search(list(numbers)),
         },
         tune_config=tune.TuneConfig(
-            metric="best_score",
+            metric="score",  # not the best so far, which is often that of cloning for all alike
             mode="min",
             scheduler=_scheduler(sweep, max(steps)),
             max_concurrent_trials=jobs,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 HOST = "127.0.0.1"
-START_S = 90.0
+START_S = 240.0
 
 
 def free_ports(count: int) -> list[int]:
@@ -80,8 +80,10 @@ class Cluster:
         # The others follow the first port, so they are tried until all are free.
         for _ in range(20):
             first = free_ports(1)[0]
-            process = self.run("emulator", "emulate", "--replicas", str(replicas), "--port",
-                               str(first), "--faults", "--admin-port", str(self.faults))  # fmt: skip
+            process = self.run(
+                "emulator", "emulate", "--replicas", str(replicas), "--port", str(first),
+                "--faults", "--admin-port", str(self.faults),
+            )  # fmt: skip
             until("the emulator", lambda p=process: p.poll() is not None or self._emulates())
             if process.poll() is None:
                 self.ports = list(range(first, first + replicas))
@@ -130,7 +132,7 @@ class Cluster:
     @property
     def open_files(self) -> int:
         """Files and sockets the router has open."""
-        return len(os.listdir(f"/proc/{self.processes['router'].pid}/fd"))
+        return len(list(Path(f"/proc/{self.processes['router'].pid}/fd").iterdir()))
 
     @property
     def memory_mb(self) -> float:

@@ -1,11 +1,8 @@
 """The router as one value: listeners, background work, reload and an orderly end."""
 
 import asyncio
-import contextlib
 import errno
-import gc
 import logging
-import resource
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -14,6 +11,7 @@ from typing import Any
 import orjson
 
 from tailrace.errors import TailraceError
+from tailrace.router import process
 from tailrace.router import telemetry as telemetries
 from tailrace.router.admin import JSON, Admin, Answer
 from tailrace.router.decide import Chooser
@@ -38,8 +36,6 @@ SWEEP_S = 0.1
 #: How often it is looked whether all clients have gone, in s.
 STOP_LOOK_S = 0.02
 BACKLOG = 4096
-#: New objects before the collector looks at them; a request leaves no cycles behind.
-GC_THRESHOLDS = (20_000, 20, 50)
 
 _log = logging.getLogger("tailrace.router")
 
@@ -135,7 +131,7 @@ class Router:
 
     async def start(self) -> None:
         """Listen, and begin with probes, metrics and time limits."""
-        _raise_file_limit()
+        process.raise_file_limit()
         shared = self.settings.share_port
         self._listen_at = await self._listen(self.settings.listen, self, shared=shared)
         if self.settings.admin.listen != "off":
@@ -168,7 +164,7 @@ class Router:
             loop.add_signal_handler(received, end, received)
         loop.add_signal_handler(signal.SIGHUP, self._reload_or_log)
         await self.start()
-        _settle_memory()
+        process.settle_memory()
         started()
         try:
             await self._stopping.wait()
@@ -391,18 +387,3 @@ def _report(task: "asyncio.Task[None]") -> None:
     """Say it if background work has ended by a bug of ours."""
     if not task.cancelled() and task.exception() is not None:
         _log.error("background work has failed", exc_info=task.exception())
-
-
-def _settle_memory() -> None:
-    """Keep the collector away from all that is loaded: looking through it takes 0.1 s each time."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*GC_THRESHOLDS)
-
-
-def _raise_file_limit() -> None:
-    """Allow as many connections as the system does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

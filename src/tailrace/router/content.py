@@ -86,4 +86,3 @@ def private_runs(number: int, tokens: int) -> Runs:
 def root_of(model: str, salt: str, seed: int) -> int:
     """Return where the chain of a prompt begins; ``seed`` is this installation's."""
     return _hash(f"{model}\0{salt}".encode(errors="surrogatepass"), seed)
-

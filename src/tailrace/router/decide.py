@@ -29,6 +29,7 @@ from tailrace.policy.learned import LearnedPolicy
 from tailrace.policy.view import View
 from tailrace.router import kernels as k
 from tailrace.router.asked import Asked
+from tailrace.router.eviction import evict_until
 from tailrace.router.fleet import Arrival, Fleet
 from tailrace.router.flight import Decision
 
@@ -112,8 +113,8 @@ class Chooser:
         self._canary = self._seat(settings.canary, k.CANARY) if settings.canary else None
         self._shadow = self._seat(settings.shadow, k.SHADOW) if settings.shadow else None
         self._scores = np.zeros((4, len(fleet)))
-        self._whole = np.zeros(k.WHOLE, np.int64)
-        self._figures = np.zeros(k.FIGURES)
+        self._whole = np.zeros(k.CACHED + 1, np.int64)
+        self._figures = np.zeros(k.PREDICTED_OUTPUT + 1)
         self._strikes: Counter[int] = Counter()
         self._resting_until: dict[int, float] = {}
         if warm_up:
@@ -347,7 +348,7 @@ class Chooser:
                 flight.close("done")
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index
-        k.evict_until(index.entries, index.slots, index.totals, 0, 0.0)
+        evict_until(index.entries, index.slots, index.totals, 0, 0.0)
         toy.forget(0)
 
 

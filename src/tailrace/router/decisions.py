@@ -1,8 +1,9 @@
 """The decision log: a line of JSON for every request at a replica, in files that are rotated.
 
 It holds lengths, times and hashes, never text. Content and session ids stand in it as keyed hashes
-(SipHash and BLAKE2b with a secret of this installation, which lies beside the log): equal prefixes have equal
-hashes in all its files, but nobody can find out a text by hashing guesses without the secret.
+(SipHash and BLAKE2b with a secret of this installation, which lies beside the log): equal prefixes
+have equal hashes in all its files, but nobody can find out a text by hashing guesses without the
+secret.
 `tailrace workload import` turns a file, or a whole folder of them, back into a request table.
 
 A line is made at once, which takes some microseconds; a background thread puts all that have come
@@ -44,6 +45,8 @@ _MOST_PENDING = 64 << 20
 _WRITE_S = 0.2
 _RETRY_S = 5.0
 _LONGEST_NAME = 128
+#: Of gzip: most of a line are hashes, which more effort makes no smaller.
+COMPRESSION = 1
 
 
 class DecisionLogSettings(Settings):
@@ -301,7 +304,7 @@ def _compress(path: Path) -> None:
     """Replace a file by its gzip; a crash leaves the one or the other whole."""
     target = path.with_name(path.name + ".gz")
     partial = path.with_name(path.name + ".partial")
-    with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as sink:
+    with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=COMPRESSION) as sink:
         shutil.copyfileobj(source, sink, 1 << 20)
     partial.replace(target)
     path.unlink()

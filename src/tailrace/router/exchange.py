@@ -5,9 +5,9 @@ sweep a few times per second. No task and no timer belongs to it, so a request c
 way out of it leads through ``_finish``, which closes the flight exactly once.
 """
 
-import logging
 from typing import TYPE_CHECKING
 
+from tailrace.router import told
 from tailrace.router.asked import Asked
 from tailrace.router.downstream import Request, error_body
 from tailrace.router.http import ResponseHead, client_head
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 #: A reused connection that fails this soon was being closed by an idle server, in s.
 STALE_S = 1.0
-_CONTROL = bytes(range(32)) + b"\x7f"
-
-_log = logging.getLogger("tailrace.router")
 
 # Where an exchange stands.
 WAITING, CONNECTING, SENT, STREAMING, OVER = range(5)
@@ -74,12 +71,8 @@ class Exchange:
         """Send it, or let it wait, or send it away."""
         f = self._f
         # Those that wait already go first, unless this one is more urgent.
-        if (len(f.queue) and self.arrival is not None) or not self._try():
+        if (len(f.queue) and self.arrival is not None) or not self.admitted():
             self._wait()
-
-    def admitted(self) -> bool:
-        """Try again to send it; called by the queue."""
-        return self._try()
 
     def shed(self, why: str) -> None:
         """Send it away; called by the queue."""
@@ -102,8 +95,8 @@ class Exchange:
             after = max(1, round(f.settings.health.open_s))
             self._reply(503, "no replica is available", "shed", b"retry-after: %d\r\n" % after)
 
-    def _try(self) -> bool:
-        """Choose a replica and send; False: there is none with room."""
+    def admitted(self) -> bool:
+        """Choose a replica and send; False: there is none with room. Also called by the queue."""
         f, arrival, decision = self._f, self.arrival, None
         plane = f.plane
         if arrival is None:
@@ -196,9 +189,8 @@ class Exchange:
 
     def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
         """Pass a piece of the answer on, byte for byte."""
-        relay, target, flight, connection = (
-            self._relay, self._target, self.flight, self._connection,
-        )  # fmt: skip
+        relay, target, flight = self._relay, self._target, self.flight
+        connection = self._connection
         assert relay is not None
         assert target is not None
         target.heard = True
@@ -235,13 +227,8 @@ class Exchange:
         self._connection = None
         client = request.client
         keep = request.head.keep_alive and not client.closing
-        top = client_head(
-            head,
-            chunked=False,
-            keep_alive=keep,
-            http10=request.head.http10,
-            extra=self._extra_headers(),
-        )
+        extra, http10 = self._extra_headers(), request.head.http10
+        top = client_head(head, chunked=False, keep_alive=keep, http10=http10, extra=extra)
         client.write(top + body)
         if flight is not None:
             usage = find_usage(body if len(body) <= TAIL_BYTES else body[-TAIL_BYTES:])
@@ -340,15 +327,12 @@ class Exchange:
             return
         assert target is not None
         f.telemetry.retried(target.index, cause)
-        _log.info(
-            "request is tried again",
-            extra={"request": self.id.decode(), "replica": target.label, "why": why},
-        )
+        told.log_retry(self.id, target, why)
         self._close_flight(outcome)
         self._tried.append(target)
         self.stage = WAITING
         self._relay = None
-        if not self._try():
+        if not self.admitted():
             self._wait()
         f.room()
 
@@ -404,35 +388,10 @@ class Exchange:
         f.telemetry.request_done(flight, status, outcome, self._kind)
         failed = outcome not in ("done", "client_gone", "rejected")
         if f.settings.log.requests or (failed and status != 429 and status >= 500):
-            _log.log(
-                logging.WARNING if failed else logging.INFO,
-                "request %s", outcome,
-                extra={
-                    "request": self.id.decode(), "kind": self._kind, "status": status,
-                    "replica": target.label if target is not None else None,
-                    "attempts": self._attempts, "why": self._failure or None,
-                },
-            )  # fmt: skip
+            told.log(self.id, self._kind, status, outcome, target, self._attempts, self._failure)
         if len(f.queue):
             f.room()
 
     def _extra_headers(self) -> bytes:
-        target, decision = self._target, self.decision
-        if not self._f.settings.explain or target is None:
-            return b"x-request-id: %b\r\n" % self.id
-        if decision is None:
-            return b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n" % (
-                self.id, target.label_bytes,
-            )  # fmt: skip
-        return (
-            b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n"
-            b"x-tailrace-policy: %b\r\nx-tailrace-reason: %b\r\n"
-        ) % (self.id, target.label_bytes, _header_value(decision.policy),
-             _header_value(decision.reason))  # fmt: skip
-
-
-def _header_value(text: str) -> bytes:
-    """Make any text safe for a header."""
-    if text.isprintable() and text.isascii():
-        return text.encode()[:256]
-    return text.encode("ascii", "replace").translate(None, _CONTROL)[:256]
+        explain = self._f.settings.explain
+        return told.headers(self.id, self._target, self.decision, explained=explain)

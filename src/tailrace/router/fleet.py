@@ -23,6 +23,7 @@ from tailrace.policy.view import REPLICA_VIEW, REQUEST_VIEW, ROUTER
 from tailrace.router import kernels
 from tailrace.router.asked import Asked
 from tailrace.router.content import UNIT_BYTES, private_runs, root_of, text_runs, token_runs
+from tailrace.router.eviction import evict_until
 from tailrace.router.flight import OLDEST, WIDTH, Arrival, Decision, Flight
 from tailrace.router.sessions import Sessions
 from tailrace.router.settings import BackendSettings
@@ -343,7 +344,7 @@ class Fleet:
         # The server evicts what was not used for longest, so whatever the index saw used no later
         # than the run that is missing is gone too.
         index = self.index
-        kernels.evict_until(index.entries, index.slots, index.totals, r, flight.used_at)
+        evict_until(index.entries, index.slots, index.totals, r, flight.used_at)
         if cached == 0:
             self._misses[r] += 1
             if self._misses[r] >= _NO_CACHE_AFTER:

@@ -10,6 +10,7 @@ which content it may be of.
 # mypy: disallow-untyped-defs=False
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.compiled import jit
 
@@ -21,8 +22,8 @@ _0, _8, _27, _29, _32, _37, _64 = _U(0), _U(8), _U(27), _U(29), _U(32), _U(37), 
 WORD_BYTES = 8
 
 
-def _secret(words):
-    """Fixed odd-looking words (SplitMix64)."""
+def _secret(words: int) -> NDArray[np.uint64]:
+    """Fixed words without a pattern (SplitMix64)."""
     state, out = 0x7461696C72616365, []
     for _ in range(words):
         state = (state + 0x9E3779B97F4A7C15) % 2**64

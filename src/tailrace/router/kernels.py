@@ -40,10 +40,8 @@ SCORES, FALLBACK_SCORES, TTFT, SHADOW_SCORES = range(4)
 NO_CAUSE, CAUSE_NAN, CAUSE_RANGE, CAUSE_GUARD, CAUSE_ERROR, CAUSE_TIME = range(6)
 #: Places of ``judge``'s whole results ...
 CHOSEN, RUNNER_UP, CAUSE, REASON, FALLBACK_CHOICE, FEATURE, CACHED = range(7)
-WHOLE = 7
 #: ... and of its figures: the reason's two, and what is predicted of the request.
 OURS, THEIRS, CHOSEN_TTFT, PREDICTED_OUTPUT = range(4)
-FIGURES = 4
 #: Main reason for the choice against the runner-up; the two figures say it for both.
 (
     ONLY_ONE, ALIKE, MORE_CACHED, LESS_QUEUED, FASTER, FEWER_ANSWERS, MORE_MEMORY, EARLIER, OTHER,
@@ -398,14 +396,3 @@ def ended(
         prefix.insert(index, r, keys[:count], units[:count], capacity, now)
         units[count - 1] = last
     return decode_s
-
-
-@jit
-def evict_until(entries, slots, totals, r, used_at):
-    """Forget what replica ``r`` last used at ``used_at`` (s) or before. Returns how many runs."""
-    evicted = 0
-    mine, totals_r = entries[r], totals[r]
-    while totals_r["count"] > 0 and mine[mine[0]["newer"]]["used_at"] <= used_at:
-        prefix._evict_oldest(mine, slots[r], totals_r)
-        evicted += 1
-    return evicted

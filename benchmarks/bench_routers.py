@@ -1,0 +1,224 @@
+"""What it costs that several routers know nothing of each other: ``bench_routers.py [--json]``.
+
+1, 2 and 4 routers share the replicas of a scenario. Each has books of its own, reads the replicas'
+metrics every half second, each at moments of its own, and gets every request by chance, which is
+the worst case: not even the turns of a conversation meet the same router. Replicas are emulated
+and time is virtual, so the figures depend on nothing but the seeds. Each policy serves identical
+arrivals; ``loss`` is the mean time to first token over that of one router with the same policy.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from tailrace import scenario as scenarios
+from tailrace.bench.prompts import Prompt, PromptWriter, Spoken, spoken
+from tailrace.config import Scenario
+from tailrace.emulate import tokenizer
+from tailrace.emulate.metrics import Meter
+from tailrace.emulate.replica import EmulatedReplica, Job
+from tailrace.router.asked import Asked
+from tailrace.router.decide import Chooser, ChooserSettings
+from tailrace.router.fleet import Fleet, Flight
+from tailrace.router.settings import BackendSettings
+from tailrace.sim.devices import resolved
+from tailrace.workload.library import from_settings
+from tailrace.workload.table import RequestTable
+
+POLICIES = ("tailrace", "load_aware", "least_outstanding", "power_of_two")
+ROUTERS = (1, 2, 4)
+SCRAPE_S = 0.5
+#: The first part of the requests fills caches and is not counted.
+WARM_UP = 0.2
+
+
+class _Timer:
+    def __init__(self, entry: list[Any]) -> None:
+        self._entry = entry
+
+    def cancel(self) -> None:
+        self._entry[2] = None
+
+
+class Clock:
+    """Virtual time. At one moment: timers in order, then what is soon."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._timers: list[list[Any]] = []
+        self._soon: list[Callable[[], None]] = []
+        self._order = itertools.count()
+
+    def now(self) -> float:
+        """Emulated seconds since the start."""
+        return self._now
+
+    def call_at(self, at_s: float, callback: Callable[[], None]) -> _Timer:
+        """Call back at ``at_s``."""
+        entry = [max(at_s, self._now), next(self._order), callback]
+        heapq.heappush(self._timers, entry)
+        return _Timer(entry)
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call back once everything of this moment has happened."""
+        self._soon.append(callback)
+
+    def run(self, goes_on: Callable[[], bool]) -> None:
+        """Let time pass as long as something is to come."""
+        while goes_on():
+            while self._timers and self._timers[0][0] <= self._now:
+                callback = heapq.heappop(self._timers)[2]
+                if callback is not None:
+                    callback()
+            if self._soon:
+                soon, self._soon = self._soon, []
+                for callback in soon:
+                    callback()
+            elif self._timers:
+                self._now = self._timers[0][0]
+
+
+class World:
+    """Routers, replicas and the requests of a table."""
+
+    def __init__(
+        self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int
+    ) -> None:
+        self._clock = Clock()
+        servers = resolved(scenario.cluster)
+        self._replicas = [
+            EmulatedReplica(i, server, self._clock, Meter(1.0)) for i, server in enumerate(servers)
+        ]
+        backends = [
+            BackendSettings(url=f"http://h:{i + 1}", server=s) for i, s in enumerate(servers)
+        ]
+        settings = ChooserSettings(policy=policy, limit_ms=1e6)
+        self._routers = []
+        for number in range(routers):
+            fleet = Fleet(backends, self._clock.now, seed=1000 * seed + number)
+            self._routers.append((fleet, Chooser(fleet, settings, warm_up=False)))
+            self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, fleet))
+        self._chance = random.Random(seed)
+        self._table, self._writer = table, PromptWriter(table)
+        self._children: dict[int, list[int]] = {}
+        self._so_far: dict[int, Spoken] = {}
+        self._left = len(table.rows)
+        self.ttft_s = np.zeros(len(table.rows))
+        self.e2e_s = np.zeros(len(table.rows))
+        for row, about in enumerate(table.rows):
+            if about["parent"] >= 0:
+                self._children.setdefault(int(about["parent"]), []).append(row)
+            else:
+                self._clock.call_at(float(about["arrival_s"]), partial(self._arrive, row))
+
+    def run(self) -> None:
+        """Serve all requests."""
+        self._clock.run(lambda: self._left > 0)
+
+    def _scrape(self, fleet: Fleet) -> None:
+        for number, replica in enumerate(self._replicas):
+            replica.catch_up()
+            fleet.scraped(number, replica.waiting, replica.running, replica.kv_used)
+        self._clock.call_at(self._clock.now() + SCRAPE_S, partial(self._scrape, fleet))
+
+    def _arrive(self, row: int) -> None:
+        about = self._table.rows[row]
+        session = int(about["session"])
+        fleet, chooser = self._chance.choice(self._routers)
+        prompt = self._writer.write(row, self._so_far.get(session))
+        text = prompt.text().decode()
+        name = str(session) if session >= 0 else None
+        asked = Asked("completion", text=text, streams=True, session=name)
+        arrival = fleet.arrive(asked, keep=True)
+        decision = chooser.choose(arrival)
+        assert decision is not None
+        flight = fleet.open(arrival, decision.replica, decision)
+        tokens = int(about["output_tokens"])
+        answer = tokenizer.words(row, 0, tokens)
+        self._replicas[decision.replica].submit(
+            tokenizer.text_tokens(text), answer,
+            partial(self._told, row, flight, prompt, self._clock.now()),
+        )  # fmt: skip
+
+    def _told(
+        self, row: int, flight: Flight, prompt: Prompt, arrived_s: float, job: Job, last: bool
+    ) -> None:
+        flight.tokens(1)
+        if not last:
+            return
+        now = self._clock.now()
+        assert job.first_s is not None
+        flight.usage(job.prompt_tokens, job.output_tokens, job.cached_tokens)
+        flight.close("done")
+        self.ttft_s[row] = job.first_s - arrived_s
+        self.e2e_s[row] = now - arrived_s
+        session = int(self._table.rows[row]["session"])
+        if session >= 0:
+            self._so_far[session] = spoken(prompt, job.answer, job.output_tokens)
+        for child in self._children.get(row, ()):
+            think_s = float(self._table.rows[child]["think_s"])
+            self._clock.call_at(now + think_s, partial(self._arrive, child))
+        self._left -= 1
+
+
+def measure(scenario: Scenario, policy: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Serve the same requests by 1, 2 and 4 routers."""
+    found: dict[str, Any] = {}
+    rate = scenarios.resolve_rate(scenario)
+    workload = scenario.workload.model_copy(update={"requests": options.requests})
+    for routers in options.routers:
+        ttft, e2e = [], []
+        for seed in range(options.seeds):
+            table = from_settings(workload, rate, options.seed + seed)
+            world = World(scenario, table, policy, routers, seed)
+            world.run()
+            counted = slice(int(WARM_UP * len(table.rows)), None)
+            ttft.append(world.ttft_s[counted])
+            e2e.append(world.e2e_s[counted])
+        times = np.concatenate(ttft)
+        found[str(routers)] = {
+            "ttft_mean_s": float(times.mean()),
+            "ttft_p99_s": float(np.percentile(times, 99)),
+            "e2e_mean_s": float(np.concatenate(e2e).mean()),
+        }
+    first = found[str(options.routers[0])]["ttft_mean_s"]
+    for figures in found.values():
+        figures["loss"] = figures["ttft_mean_s"] / first - 1
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--scenario", default="demo")
+    parser.add_argument("--requests", type=int, default=1500)
+    parser.add_argument("--routers", type=int, nargs="*", default=ROUTERS)
+    parser.add_argument("--policies", nargs="*", default=POLICIES)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0, help="of the first run")
+    options = parser.parse_args()
+    scenario = scenarios.load(options.scenario)
+    results = {policy: measure(scenario, policy, options) for policy in options.policies}
+    if options.json:
+        print(json.dumps({"scenario": options.scenario, "policies": results}, indent=1))
+        return
+    print(f"{'policy':20}{'routers':>8}{'mean TTFT, s':>14}{'P99, s':>9}{'mean E2E, s':>13}"
+          f"{'loss':>8}")  # fmt: skip
+    for policy, found in results.items():
+        for routers, f in found.items():
+            print(
+                f"{policy:20}{routers:>8}{f['ttft_mean_s']:>14.3f}{f['ttft_p99_s']:>9.2f}"
+                f"{f['e2e_mean_s']:>13.2f}{f['loss']:>8.1%}"
+            )
+
+
+if __name__ == "__main__":
+    main()

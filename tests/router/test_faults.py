@@ -1,0 +1,295 @@
+"""Faults of real processes: nothing is lost that need not be, and the books end empty."""
+
+import asyncio
+import random
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from router.conftest import run
+from router.processes import (
+    HOST,
+    Cluster,
+    Outcome,
+    ask,
+    cluster,
+    completion,
+    fetch,
+    free_ports,
+    until,
+)
+
+#: Quick to notice and to forgive, so that tests need not wait; a decision may take its time.
+QUICK = {
+    "routing__policy": "round_robin",
+    "routing__limit_ms": 10_000,
+    "health__interval_s": 0.2,
+    "health__open_s": 0.2,
+    "health__slow_start_s": 0,
+    "metrics__interval_s": 0.2,
+}
+LIMIT_S = 240.0
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Three replicas that can be made to fail."""
+    with cluster(tmp_path_factory.mktemp("faulty")) as made:
+        made.start_emulator(3)
+        # A replica that never answers is given up after a second.
+        made.start_router(**QUICK, limits__first_byte_s=1, limits__between_chunks_s=1)
+        yield made
+
+
+@pytest.fixture
+def healthy(faulty: Cluster) -> Iterator[Cluster]:
+    """The same, well before and after the test."""
+    yield faulty
+    for replica in range(3):
+        faulty.fault(replica, "return")
+    until("all are back", lambda: all(b["state"] == "closed" for b in faulty.backends()))
+    faulty.assert_alive_and_quiet()
+
+
+def ask_all(made: Cluster, requests: list[bytes]) -> list[Outcome]:
+    """Send requests at the same time."""
+
+    async def send() -> list[Outcome]:
+        return await asyncio.gather(*(ask(made.listen, request) for request in requests))
+
+    return run(send(), limit_s=LIMIT_S)
+
+
+# ---- kill -9 ------------------------------------------------------------------------------------
+
+
+async def _killed_under_load(made: Cluster, streams: int, wholes: int) -> list[Outcome]:
+    outcomes = [Outcome() for _ in range(streams + wholes)]
+    tasks = [
+        asyncio.create_task(
+            ask(made.listen, completion(150, f"{i} " * 50, stream=i < streams), outcomes[i])
+        )
+        for i in range(streams + wholes)
+    ]
+    while not all(outcome.began for outcome in outcomes[:streams]):
+        await asyncio.sleep(0.02)
+    # Some that have not begun: they arrive as the replica dies.
+    late = [asyncio.create_task(ask(made.listen, completion(5))) for _ in range(12)]
+    await asyncio.sleep(0)
+    await asyncio.to_thread(made.kill, "replica0")
+    late += [asyncio.create_task(ask(made.listen, completion(5))) for _ in range(12)]
+    await asyncio.gather(*tasks)
+    return [*outcomes, *await asyncio.gather(*late)]
+
+
+def _kill_and_return(made: Cluster, streams: int, wholes: int) -> None:
+    dead = f"{HOST}:{made.ports[0]}"
+    outcomes = run(_killed_under_load(made, streams, wholes), limit_s=LIMIT_S)
+    broken = [o for o in outcomes if not o.answered]
+    # Only what had begun to stream from the dead one is lost, and its clients are told.
+    assert 0 < len(broken) <= streams
+    assert all(o.replica == dead and o.broken_off_cleanly for o in broken)
+    assert all(o.answered for o in outcomes[streams:])
+    living = {f"{HOST}:{port}" for port in made.ports[1:]}
+    assert living <= {o.replica for o in outcomes if o.answered}
+    made.assert_alive_and_quiet()
+    made.start_replica(0)
+    until("it is back", lambda: all(b["state"] == "closed" for b in made.backends()))
+    again = ask_all(made, [completion(3) for _ in range(9)])
+    assert all(o.answered for o in again)
+    assert dead in {o.replica for o in again}
+    made.assert_alive_and_quiet()
+
+
+def _own_processes(folder: Path) -> Cluster:
+    made = Cluster(folder)
+    made.ports = free_ports(3)
+    for number in range(3):
+        made.start_replica(number)
+    return made
+
+
+def test_a_replica_is_killed_under_load_and_returns(tmp_path: Path) -> None:
+    made = _own_processes(tmp_path)
+    try:
+        made.start_router(**QUICK)
+        _kill_and_return(made, streams=9, wholes=9)
+    finally:
+        made.stop()
+
+
+@pytest.mark.soak
+def test_a_replica_is_killed_ten_times_under_heavy_load(tmp_path: Path) -> None:
+    made = _own_processes(tmp_path)
+    try:
+        made.start_router(**{**QUICK, "routing__policy": "tailrace"}, retry__burst=1000)
+        for _ in range(10):
+            _kill_and_return(made, streams=90, wholes=90)
+    finally:
+        made.stop()
+
+
+# ---- replicas that misbehave --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["hang", "garbage", "error", "die"])
+def test_a_replica_that_fails_costs_no_request(healthy: Cluster, kind: str) -> None:
+    healthy.fault(1, kind, **({"status": 503} if kind == "error" else {}))
+    bad = f"{HOST}:{healthy.ports[1]}"
+    outcomes = ask_all(healthy, [completion(4, f"{i} ", stream=i % 2 == 0) for i in range(24)])
+    assert all(o.answered for o in outcomes)
+    assert bad not in {o.replica for o in outcomes}
+    if kind != "error":  # health probes see the others
+        until("it is taken out", lambda: healthy.backends()[1]["state"] == "open")
+    healthy.fault(1, "return")
+    until("it is back", lambda: healthy.backends()[1]["state"] == "closed")
+    again = ask_all(healthy, [completion(2) for _ in range(9)])
+    assert bad in {o.replica for o in again}
+
+
+def test_streams_that_hang_midway_end_with_an_error(healthy: Cluster) -> None:
+    async def test() -> list[Outcome]:
+        outcomes = [Outcome() for _ in range(6)]
+        tasks = [
+            asyncio.create_task(ask(healthy.listen, completion(400), outcome))
+            for outcome in outcomes
+        ]
+        while not all(outcome.began for outcome in outcomes):
+            await asyncio.sleep(0.02)
+        await asyncio.to_thread(healthy.fault, 2, "hang")
+        await asyncio.gather(*tasks)
+        return outcomes
+
+    outcomes = run(test(), limit_s=LIMIT_S)
+    hung = [o for o in outcomes if o.replica == f"{HOST}:{healthy.ports[2]}"]
+    assert len(hung) == 2
+    assert all(o.broken_off_cleanly for o in hung)
+    assert all(o.answered for o in outcomes if o not in hung)
+
+
+def test_a_slow_replica_gets_less(tmp_path: Path, faulty: Cluster) -> None:
+    made = Cluster(tmp_path, ports=faulty.ports)
+    faulty.fault(0, "slow", factor=0.05)
+    try:
+        made.start_router(**{**QUICK, "routing__policy": "least_outstanding"})
+        counts: Counter[str] = Counter()
+
+        async def client() -> None:
+            for _ in range(8):
+                outcome = await ask(made.listen, completion(8))
+                assert outcome.answered
+                counts[outcome.replica] += 1
+
+        async def clients() -> None:
+            await asyncio.gather(*(client() for _ in range(12)))
+
+        run(clients(), limit_s=LIMIT_S)
+        slow, *others = (counts[f"{HOST}:{port}"] for port in made.ports)
+        assert slow < min(others)
+        made.assert_alive_and_quiet()
+    finally:
+        made.stop()
+        faulty.fault(0, "return")
+
+
+# ---- clients that misbehave ---------------------------------------------------------------------
+
+
+def test_clients_that_go_away(healthy: Cluster) -> None:
+    """The replicas stop working for them, and nothing of them stays."""
+
+    async def test() -> None:
+        outcomes = [Outcome() for _ in range(60)]
+        tasks = [
+            asyncio.create_task(ask(healthy.listen, completion(4000, stream=i % 3 > 0), outcome))
+            for i, outcome in enumerate(outcomes)
+        ]
+        while not all(outcome.began for i, outcome in enumerate(outcomes) if i % 3):
+            await asyncio.sleep(0.02)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(test(), limit_s=LIMIT_S)
+    healthy.assert_alive_and_quiet()
+    until("the replicas have noticed", lambda: not _under_way(healthy), 30)
+
+
+def _under_way(made: Cluster) -> int:
+    return sum(r["waiting"] + r["running"] for r in fetch(made.faults, "/replicas"))
+
+
+def _malformed(rng: random.Random) -> bytes:
+    """A request that is broken in one of many ways."""
+    good = completion(2)
+    head, _, body = good.partition(b"\r\n\r\n")
+    kind = rng.randrange(12)
+    if kind == 0:
+        return rng.randbytes(rng.randrange(1, 400))
+    if kind == 1:
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 9)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        return bytes(data)
+    if kind == 2:
+        return good[: rng.randrange(1, len(good))]  # and then the client closes
+    if kind == 3:
+        return head + b"\r\ntransfer-encoding: chunked\r\n\r\n" + body
+    if kind == 4:
+        return head.replace(b"content-length: ", b"content-length: -") + b"\r\n\r\n" + body
+    if kind == 5:
+        return head.replace(b"content-length: ", b"content-length: 9") + b"\r\n\r\n" + body
+    if kind == 6:
+        return head + b"\r\nx: " + b"a" * 40_000 + b"\r\n\r\n" + body
+    if kind == 7:
+        broken = rng.choice([b"{", b"[]", b"nul", b'{"prompt":', b"\xff\xfe", b'"a"', b"{" * 500])
+        return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (
+            len(broken),
+            broken,
+        )
+    if kind == 8:
+        return good.replace(b"HTTP/1.1", rng.choice([b"HTTP/9.9", b"HTTP/0.9", b"HTTPS", b""]))
+    if kind == 9:
+        return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + (
+            rng.choice([b"zz\r\n", b"5\r\nabc\r\n0\r\n\r\n", b"fffffffff\r\n", b"-1\r\n"])
+        )
+    if kind == 10:
+        return b"GET / HTTP/1.1\r\n" + b"a: b\n" * rng.randrange(5) + b"\r\n\r\n"
+    return good.replace(b"max_tokens", b"max_tok\xffens")
+
+
+def _send_malformed(made: Cluster, count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(count):
+        with socket.create_connection((HOST, made.listen), timeout=30) as connection:
+            try:
+                connection.sendall(_malformed(rng))
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(65_536):
+                    pass
+            except ConnectionError:
+                pass
+
+
+def _survives(made: Cluster, count: int) -> None:
+    _send_malformed(made, 100, 0)  # whatever is loaded on the way
+    made.assert_alive_and_quiet()
+    files, memory_mb = made.open_files, made.memory_mb
+    _send_malformed(made, count, 1)
+    made.assert_alive_and_quiet()
+    until("no client is left", lambda: made.status()["clients"] == 0, 30)
+    until("no connection is left", lambda: made.open_files <= files + 16, 30)
+    assert made.memory_mb < memory_mb + 30
+    assert all(o.answered for o in ask_all(made, [completion(2) for _ in range(9)]))
+
+
+def test_malformed_requests(healthy: Cluster) -> None:
+    _survives(healthy, 400)
+
+
+@pytest.mark.soak
+def test_ten_thousand_malformed_requests(healthy: Cluster) -> None:
+    _survives(healthy, 10_000)

@@ -119,13 +119,16 @@ async def _own_load(contender: Contender, bodies: list[bytes], seconds: float) -
     return counts
 
 
-def _wrk_script(folder: Path, bodies: list[bytes]) -> Path:
-    """Write the bodies to files, and a script that sends them in turn."""
+def _wrk_script(folder: Path, bodies: list[bytes], *, ids: bool = False) -> Path:
+    """Write the bodies to files, and a script that sends them in turn.
+
+    ``ids``: each request has an id of its own in its head, so that no two heads are alike.
+    """
     for i, body in enumerate(bodies):
         (folder / f"body-{i}").write_bytes(body)
     script = folder / "load.lua"
     script.write_text(
-        "local requests, at = {}, 0\n"
+        "local requests, at, sent = {}, 0, 0\n"
         "function init(args)\n"
         '  local headers = {["content-type"] = "application/json", '
         '["authorization"] = "Bearer none", ["user-agent"] = "bench", ["accept"] = "*/*"}\n'
@@ -137,8 +140,13 @@ def _wrk_script(folder: Path, bodies: list[bytes]) -> Path:
         "end\n"
         "function request()\n"
         f"  at = (at + 1) % {len(bodies)}\n"
-        "  return requests[at]\n"
-        "end\n"
+        + (
+            "  sent = sent + 1\n"
+            '  return (requests[at]:gsub("user%-agent: bench", "x-request-id: r" .. sent, 1))\n'
+            if ids
+            else "  return requests[at]\n"
+        )
+        + "end\n"
         "function done(summary, latency, requests)\n"
         "  local e = summary.errors\n"
         '  print("COUNTS", summary.requests, summary.duration, e.status, '
@@ -176,7 +184,7 @@ def load(
 def measure(made: Rig, size_kb: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contenders with bodies of one size."""
     bodies = [chat_body(size_kb * 1024, i) for i in range(BODIES)]
-    _wrk_script(made.folder, bodies)
+    _wrk_script(made.folder, bodies, ids=options.ids)
     contenders = made.contenders
     took: dict[str, list[float]] = {c.name: [] for c in contenders}
     loads: dict[str, list[dict[str, float]]] = {c.name: [] for c in contenders}
@@ -217,6 +225,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of every contender")
     parser.add_argument("--requests", type=int, default=900, help="per contender, one connection")
     parser.add_argument("--seconds", type=int, default=1, help="of load per turn")
+    parser.add_argument(
+        "--ids", action="store_true", help="an id of its own in every head (with wrk only)"
+    )
     parser.add_argument("--alone", action="store_true", help="leave the peers out")
     parser.add_argument("--policy", default="tailrace", help="of our router")
     parser.add_argument(

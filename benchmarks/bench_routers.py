@@ -1,10 +1,11 @@
 """What it costs that several routers know nothing of each other: ``bench_routers.py [--json]``.
 
-1, 2 and 4 routers share the replicas of a scenario. Each has books of its own, reads the replicas'
-metrics every half second, each at moments of its own, and gets every request by chance, which is
-the worst case: not even the turns of a conversation meet the same router. Replicas are emulated
-and time is virtual, so the figures depend on nothing but the seeds. Each policy serves identical
-arrivals; ``loss`` is the mean time to first token over that of one router with the same policy.
+1, 2 and 4 routers share the replicas of a scenario. Each has books of its own and reads the
+replicas' metrics every half second, each at moments of its own. With ``--spread request`` every
+request meets a router by chance, the worst case; with ``session`` all turns of a conversation meet
+the same one, as behind a balancer that hashes by session. Replicas are emulated and time is
+virtual, so the figures depend on nothing but the seeds. Each policy serves identical arrivals;
+``loss`` is the mean time to first token over that of one router with the same policy.
 """
 
 import argparse
@@ -89,8 +90,9 @@ class World:
     """Routers, replicas and the requests of a table."""
 
     def __init__(
-        self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int
-    ) -> None:
+        self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int,
+        by_session: bool,
+    ) -> None:  # fmt: skip
         self._clock = Clock()
         servers = resolved(scenario.cluster)
         self._replicas = [
@@ -106,6 +108,7 @@ class World:
             self._routers.append((fleet, Chooser(fleet, settings, warm_up=False)))
             self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, fleet))
         self._chance = random.Random(seed)
+        self._by_session = by_session
         self._table, self._writer = table, PromptWriter(table)
         self._children: dict[int, list[int]] = {}
         self._so_far: dict[int, Spoken] = {}
@@ -131,7 +134,10 @@ class World:
     def _arrive(self, row: int) -> None:
         about = self._table.rows[row]
         session = int(about["session"])
-        fleet, chooser = self._chance.choice(self._routers)
+        chance = self._chance
+        if self._by_session and session >= 0:
+            chance = random.Random(session)
+        fleet, chooser = chance.choice(self._routers)
         prompt = self._writer.write(row, self._so_far.get(session))
         text = prompt.text().decode()
         name = str(session) if session >= 0 else None
@@ -177,7 +183,8 @@ def measure(scenario: Scenario, policy: str, options: argparse.Namespace) -> dic
         ttft, e2e = [], []
         for seed in range(options.seeds):
             table = from_settings(workload, rate, options.seed + seed)
-            world = World(scenario, table, policy, routers, seed)
+            by_session = options.spread == "session"
+            world = World(scenario, table, policy, routers, seed, by_session)
             world.run()
             counted = slice(int(WARM_UP * len(table.rows)), None)
             ttft.append(world.ttft_s[counted])
@@ -202,13 +209,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--routers", type=int, nargs="*", default=ROUTERS)
     parser.add_argument("--policies", nargs="*", default=POLICIES)
+    parser.add_argument("--spread", choices=["request", "session"], default="request")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     options = parser.parse_args()
     scenario = scenarios.load(options.scenario)
     results = {policy: measure(scenario, policy, options) for policy in options.policies}
     if options.json:
-        print(json.dumps({"scenario": options.scenario, "policies": results}, indent=1))
+        print(
+            json.dumps(
+                {"scenario": options.scenario, "spread": options.spread, "policies": results},
+                indent=1,
+            )
+        )
         return
     print(f"{'policy':20}{'routers':>8}{'mean TTFT, s':>14}{'P99, s':>9}{'mean E2E, s':>13}"
           f"{'loss':>8}")  # fmt: skip

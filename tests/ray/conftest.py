@@ -41,15 +41,22 @@ def cluster(tmp_path_factory):
     # Workers import the helpers by name.
     paths = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}
-    ray.init(
-        address="local",
-        num_cpus=2,
-        object_store_memory=200 * 2**20,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        logging_level="error",
-        log_to_driver=False,
-    )
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    for attempt in range(3):  # on a busy machine its parts may wait for each other too long
+        try:
+            ray.init(
+                address="local",
+                num_cpus=2,
+                object_store_memory=200 * 2**20,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",
+                logging_level="error",
+                log_to_driver=False,
+            )
+            break
+        except Exception:
+            ray.shutdown()
+            if attempt == 2:
+                raise
     yield ray
     ray.shutdown()

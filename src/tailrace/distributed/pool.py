@@ -36,7 +36,7 @@ RETRIES = 3
 #: Name before the address on the command line.
 SCHEME = "ray"
 #: Ray's settings, unless the user has set them: it reports to nobody, and has time to start.
-_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "180"}
+_ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "60"}
 _PACKAGE = Path(__file__).parents[1]
 #: Sources on which the result of a task depends.
 _SOURCES = ("*.py", "env", "evaluate", "learn", "policy", "sim", "workload")

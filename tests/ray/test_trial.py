@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compiled
 def test_a_trial_tells_every_evaluation_and_goes_on_where_it_stopped(tmp_path):
     asked = settings(tmp_path)
     whole = []
-    assert run_trial(tmp_path / "whole", asked, lambda *told: whole.append(told)) == ""
+    assert run_trial(tmp_path / "whole", asked, lambda *told: whole.append(told))
     assert [step for step, _, _ in whole] == [1, 2, 3, 4]
     assert [best for _, _, best in whole] == [
         min(s for _, s, _ in whole[: k + 1]) for k in range(4)
@@ -36,7 +36,7 @@ def test_a_trial_tells_every_evaluation_and_goes_on_where_it_stopped(tmp_path):
         run_trial(tmp_path / "parts", asked, stop_at)
     assert told == whole[:3]
     told.clear()
-    assert run_trial(tmp_path / "parts", asked, lambda *t: told.append(t)) == ""
+    assert run_trial(tmp_path / "parts", asked, lambda *t: told.append(t))
     assert told == whole
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
     told.clear()
@@ -55,8 +55,15 @@ def test_a_trial_that_ended_before_its_first_step_begins_again(tmp_path):
 
 def test_a_trial_that_fails_says_why(tmp_path):
     asked = settings(tmp_path, {"safety": {"collapse_share": 0.01}})
-    told = []
-    assert "one replica" in run_trial(tmp_path / "run", asked, lambda *t: told.append(t))
+    sweep = Sweep(over=asked.model_dump(mode="json"), trials=({}, {}))
+    assert sweeps.result(tmp_path, sweep, 0).status == "open"
+    run = sweeps.trial_folder(tmp_path, 0)
+    assert not run_trial(run, asked, lambda *told: None)
+    assert "one replica" in trials.failure(run)
+    found = sweeps.result(tmp_path, sweep, 0)
+    assert (found.status, found.error) == ("failed", trials.failure(run))
+    dead = sweeps.result(tmp_path, sweep, 1, "its process died")
+    assert (dead.status, dead.error, dead.best_score) == ("failed", "its process died", None)
 
 
 def test_trials_play_and_are_judged_on_training_seeds_only(tmp_path, monkeypatch):

@@ -98,7 +98,9 @@ def _kill_and_return(made: Cluster, streams: int, wholes: int) -> None:
     made.assert_alive_and_quiet()
     made.start_replica(0)
     until("it is back", lambda: all(b["state"] == "closed" for b in made.backends()))
-    again = ask_all(made, [completion(3) for _ in range(9)])
+    # Prompts that no replica has cached: a policy that knows has no reason to avoid the new one.
+    fresh = [completion(3, f"{i} of {dead} " * 40) for i in range(60)]
+    again = ask_all(made, fresh)
     assert all(o.answered for o in again)
     assert dead in {o.replica for o in again}
     made.assert_alive_and_quiet()

@@ -13,6 +13,8 @@ seeds too, which no update sees). Evaluation seeds are never touched.
 """
 
 import json
+import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -22,7 +24,7 @@ from typing import Any, Literal, Self
 
 from tailrace.config import Settings, assign, parse
 from tailrace.distributed import space
-from tailrace.distributed.trial import is_done, run_trial, scores
+from tailrace.distributed.trial import failure, is_done, run_trial, scores
 from tailrace.errors import TailraceError
 from tailrace.learn import settings as s
 from tailrace.output.atomic import atomic_path
@@ -143,6 +145,7 @@ def run(
             if progress is not None:
                 progress(self.ended)
 
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)  # it misses logs that we keep ourselves
     folder = folder.resolve()
     numbers = range(len(sweep.trials))
     steps = [sweep.settings(number).steps for number in numbers]
@@ -169,10 +172,13 @@ def run(
             callbacks=[Told()],
         ),
     )
-    grid = tuner.fit()
-    errors = {int(found.config["trial"]): _error(found) for found in grid if found.config}
+    died = {
+        int(found.config["trial"]): f"its process failed {RETRIES + 1} times: {found.error}"
+        for found in tuner.fit()
+        if found.config and found.error is not None
+    }
     results = sorted(
-        (_result(folder, sweep, number, errors.get(number, "")) for number in numbers),
+        (result(folder, sweep, number, died.get(number, "")) for number in numbers),
         key=lambda r: (r.best_score is None, r.best_score, r.trial),
     )
     write(folder, sweep, results)
@@ -186,11 +192,11 @@ def _trainable(config: dict[str, Any]) -> None:
     sweep, number = parse(Sweep, config["sweep"]), int(config["trial"])
 
     def report(step: int, score: float, best_score: float) -> None:
-        tune.report({"step": step, "score": score, "best_score": best_score, "error": ""})
+        tune.report({"step": step, "score": score, "best_score": best_score})
 
-    error = run_trial(trial_folder(Path(config["folder"]), number), sweep.settings(number), report)
-    if error:
-        tune.report({"step": 0, "score": float("inf"), "best_score": float("inf"), "error": error})
+    run_folder = trial_folder(Path(config["folder"]), number)
+    if not run_trial(run_folder, sweep.settings(number), report):
+        report(0, math.inf, math.inf)
 
 
 def _scheduler(sweep: Sweep, steps: int) -> Any:
@@ -212,20 +218,16 @@ def _name(trial: Any) -> str:
     return f"trial-{trial.config['trial']}"
 
 
-def _error(found: Any) -> str:
-    if found.error is not None:
-        return f"its process died more than {RETRIES} times: {type(found.error).__name__}"
-    return str((found.metrics or {}).get("error", ""))
-
-
 def trial_folder(folder: Path, number: int) -> Path:
     """Return the folder of a trial's training run."""
     return folder / "trials" / f"{number:03d}"
 
 
-def _result(folder: Path, sweep: Sweep, number: int, error: str) -> Result:
+def result(folder: Path, sweep: Sweep, number: int, died: str = "") -> Result:
+    """Return how a trial stands, by its folder; ``died``: what Tune says of its process."""
     run_folder = trial_folder(folder, number)
     found = scores(run_folder)
+    error = failure(run_folder) or died
     policy = run_folder / "best.tailrace"
     status = "done" if is_done(run_folder) else "failed" if error else "stopped"
     return Result(

@@ -17,6 +17,7 @@ from tailrace.learn.trainer import Silent, Trainer
 
 #: Told the step (counted from 1), the score of its evaluation and the best one so far.
 Report = Callable[[int, float, float], None]
+_FAILURE = "failure.txt"
 
 
 class Reporter(Silent):
@@ -40,19 +41,30 @@ class Reporter(Silent):
             self._tell(step, float(figures["score"]))
 
 
-def run_trial(folder: Path, settings: TrainSettings, report: Report) -> str:
-    """Begin a run, or go on with it; return the sentence it ended with, empty if all went well."""
+def run_trial(folder: Path, settings: TrainSettings, report: Report) -> bool:
+    """Begin a run, or go on with it; False: it failed, and :func:`failure` says why."""
     run = RunFolder(folder)
     if not run.has_state:
         shutil.rmtree(folder, ignore_errors=True)  # it ended before its first step
     reporter = Reporter(report, scores(folder))
     if is_done(folder):
-        return ""
+        return True
+    note = folder / _FAILURE
+    note.unlink(missing_ok=True)
     try:
         Trainer(folder, None if run.has_state else settings, 1, reporter).run()
     except TailraceError as error:
-        return str(error)
-    return ""
+        note.write_text(str(error), encoding="utf-8")
+        return False
+    return True
+
+
+def failure(folder: Path) -> str:
+    """Return the sentence a run failed with, empty if it did not."""
+    try:
+        return (folder / _FAILURE).read_text(encoding="utf-8")
+    except OSError:
+        return ""
 
 
 def is_done(folder: Path) -> bool:

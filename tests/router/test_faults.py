@@ -66,14 +66,15 @@ def ask_all(made: Cluster, requests: list[bytes]) -> list[Outcome]:
 # ---- kill -9 ------------------------------------------------------------------------------------
 
 
-async def _killed_under_load(made: Cluster, streams: int, wholes: int) -> list[Outcome]:
+async def _killed_under_load(
+    made: Cluster, streams: int, wholes: int, tokens: int, turn: int
+) -> list[Outcome]:
     outcomes = [Outcome() for _ in range(streams + wholes)]
-    tasks = [
-        asyncio.create_task(
-            ask(made.listen, completion(150, f"{i} " * 50, stream=i < streams), outcomes[i])
-        )
-        for i in range(streams + wholes)
-    ]
+    tasks = []
+    for i, outcome in enumerate(outcomes):
+        # New prompts each time: those of the last time are cached where nobody was killed.
+        request = completion(tokens, f"{turn} {i} " * 50, stream=i < streams)
+        tasks.append(asyncio.create_task(ask(made.listen, request, outcome)))
     while not all(outcome.began for outcome in outcomes[:streams]):
         await asyncio.sleep(0.02)
     # Some that have not begun: they arrive as the replica dies.
@@ -85,9 +86,11 @@ async def _killed_under_load(made: Cluster, streams: int, wholes: int) -> list[O
     return [*outcomes, *await asyncio.gather(*late)]
 
 
-def _kill_and_return(made: Cluster, streams: int, wholes: int) -> None:
+def _kill_and_return(
+    made: Cluster, streams: int, wholes: int, tokens: int = 150, turn: int = 0
+) -> None:
     dead = f"{HOST}:{made.ports[0]}"
-    outcomes = run(_killed_under_load(made, streams, wholes), limit_s=LIMIT_S)
+    outcomes = run(_killed_under_load(made, streams, wholes, tokens, turn), limit_s=LIMIT_S)
     broken = [o for o in outcomes if not o.answered]
     # Only what had begun to stream from the dead one is lost, and its clients are told.
     assert 0 < len(broken) <= streams
@@ -99,7 +102,7 @@ def _kill_and_return(made: Cluster, streams: int, wholes: int) -> None:
     made.start_replica(0)
     until("it is back", lambda: all(b["state"] == "closed" for b in made.backends()))
     # Prompts that no replica has cached: a policy that knows has no reason to avoid the new one.
-    fresh = [completion(3, f"{i} of {dead} " * 40) for i in range(60)]
+    fresh = [completion(3, f"{i} of {turn} " * 40) for i in range(60)]
     again = ask_all(made, fresh)
     assert all(o.answered for o in again)
     assert dead in {o.replica for o in again}
@@ -128,8 +131,8 @@ def test_a_replica_is_killed_ten_times_under_heavy_load(tmp_path: Path) -> None:
     made = _own_processes(tmp_path)
     try:
         made.start_router(**{**QUICK, "routing__policy": "tailrace"}, retry__burst=1000)
-        for _ in range(10):
-            _kill_and_return(made, streams=90, wholes=90)
+        for turn in range(10):
+            _kill_and_return(made, streams=90, wholes=90, tokens=600, turn=turn)
     finally:
         made.stop()
 

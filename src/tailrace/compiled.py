@@ -57,3 +57,8 @@ inlined: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, inline="
 vectorised: Any = _numba.njit(
     cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc"}
 )
+
+#: The same for numbers that are all finite: finding the largest of them vectorises only then.
+vectorised_finite: Any = _numba.njit(
+    cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc", "nnan", "nsz"}
+)

@@ -17,11 +17,11 @@ from tailrace.sim.fit import (
     FIELDS,
     MAX_KNOTS,
     MIN_BASE_MS,
-    _candidate_knots,
-    _choose_knots,
-    _Problem,
-    _undetermined,
+    Problem,
+    candidate_knots,
+    choose_knots,
     predicted_ms,
+    undetermined_fields,
 )
 
 Floats = NDArray[np.float64]
@@ -104,7 +104,7 @@ def summed(stretches: Stretches) -> Sums:
         parts.iterations(), parts.summed(parts.tokens), parts.summed(parts.context),
         parts.summed(parts.work), parts.requests,
     )  # fmt: skip
-    knots = _candidate_knots(parts.tokens)
+    knots = candidate_knots(parts.tokens)
     hinges = [parts.summed(np.maximum(parts.tokens - knot, 0.0)) for knot in knots]
     columns = np.column_stack(hinges) if hinges else np.zeros((len(parts.ms), 0))
     return Sums(np.column_stack(fixed), columns, knots, parts.ms)
@@ -143,7 +143,7 @@ def fit(sums: Sums, *, noise_ms: Floats | float = 0.0, max_knots: int = MAX_KNOT
         per_prefill_ms=float(values[3]),
     )
     # A request that asks for nothing but its overhead says nothing about the model.
-    unknown = _undetermined(sums.fixed[:, : len(FIELDS)] * weight[:, None])
+    unknown = undetermined_fields(sums.fixed[:, : len(FIELDS)] * weight[:, None])
     rms = float(np.sqrt(np.mean((off * trust) ** 2)))
     errors = _uncertainty(matrix[:, columns] * (weight * trust)[:, None], values, rms)
     names = (*FIELDS, "overhead_ms", *(f"knot {sums.knots[c - FIXED]:g}" for c in columns[FIXED:]))
@@ -153,12 +153,12 @@ def fit(sums: Sums, *, noise_ms: Floats | float = 0.0, max_knots: int = MAX_KNOT
 
 def _solved(matrix: Floats, target: Floats, knots: int, most: int) -> tuple[list[int], Floats]:
     """Return the columns used and their coefficients; the number of knots is that of least BIC."""
-    problem = _Problem(matrix, target)
+    problem = Problem(matrix, target)
     always = list(range(FIXED))
     rows = len(target)
     best: tuple[float, list[int], Floats] | None = None
     for count in range(most + 1):
-        chosen = sorted(_choose_knots(problem, FIXED, knots, count)) if count else []
+        chosen = sorted(choose_knots(problem, FIXED, knots, count)) if count else []
         if len(chosen) < count:
             break
         values, residual = problem.solve([*always, *chosen])

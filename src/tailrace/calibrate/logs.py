@@ -26,7 +26,7 @@ from tailrace.calibrate.result import (
 from tailrace.config import Cluster, CostModel, Engine, Replica
 from tailrace.errors import TailraceError
 from tailrace.replay.recorded import Recorded
-from tailrace.sim.fit import FIELDS, MAX_KNOTS, _candidate_knots
+from tailrace.sim.fit import FIELDS, MAX_KNOTS, candidate_knots
 from tailrace.sim.result import SimResult
 from tailrace.sim.simulator import Simulation, uses_reference
 from tailrace.workload.table import RequestTable
@@ -219,7 +219,7 @@ def _explained(part: _Part, replica: Replica) -> _Explained:
     done = result.requests
     tokens = batches["tokens"].astype(np.float64)
     columns = [np.ones(len(batches)), tokens, batches["context"], batches["prefill_work"]]
-    knots = _candidate_knots(tokens)
+    knots = candidate_knots(tokens)
     columns += [np.maximum(tokens - knot, 0.0) for knot in knots]
     # Sums up to any moment, an iteration under way counting by the share that is over.
     edges = np.ravel(np.column_stack([batches["start_s"], batches["end_s"]]))

@@ -18,6 +18,7 @@ from tailrace.errors import TailraceError, unknown_name
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.policy.rules import RULES
+from tailrace.policy.tiles import TILE_ROWS
 
 Tensors = Mapping[str, NDArray[np.float32]]
 
@@ -112,7 +113,7 @@ def _linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
 # ---- one vector for compiled code ---------------------------------------------------------------
 
 #: Places in the header: sizes, the prior, and from OFFSETS on where each part begins.
-FEATURES, GLOBALS, HIDDEN, ATTENTION, HEADS, SCORER, MEMORY, ROWS = range(8)
+FEATURES, GLOBALS, HIDDEN, ATTENTION, HEADS, SCORER, MEMORY, MOST = range(8)
 PRIOR_CODE, PRIOR_WEIGHT, PRIOR_COUNT, PRIOR_PARAMS = range(8, 12)
 MAX_PRIOR_PARAMS = 6
 NO_PRIOR = -1
@@ -149,18 +150,19 @@ OFFSETS = PRIOR_PARAMS + MAX_PRIOR_PARAMS
     H,  # [rows, hidden] embedding
     FIRST,  # [rows, hidden] first layer
     PROJECTED,  # [rows, 3, attention] queries, keys and values
+    KEYS,  # [attention, rows] the keys once more, those of one unit side by side
     MIXED,  # [rows, attention] values weighed by attention
-    WEIGHTS,  # [rows] attention of one replica to all
+    WEIGHTS,  # [TILE_ROWS, rows] attention of some replicas to all
     S,  # [rows, scorer] hidden layer of the scorer
     LOGITS,  # [rows]
     GATES,  # [6 * memory] of the GRU
     M,  # [memory] its state, kept from decision to decision
     END,
-) = range(OFFSETS + 18, OFFSETS + 33)
+) = range(OFFSETS + 18, OFFSETS + 34)
 HEADER = END + 1
 
-#: Two replicas are computed at a time, so there is one row to spare.
-MAX_ROWS = MAX_REPLICAS + 1
+#: Replicas are computed so many at a time: there are rows to spare.
+MAX_ROWS = MAX_REPLICAS + TILE_ROWS
 
 
 def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
@@ -172,8 +174,8 @@ def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
     attention = config.attention * MAX_ROWS
     scratch = (
         *(features * MAX_ROWS, globals_, MAX_ROWS, MAX_ROWS, max(hidden, config.scorer_hidden)),
-        *(hidden * MAX_ROWS, hidden * MAX_ROWS, 3 * attention, attention),
-        *(MAX_ROWS, config.scorer_hidden * MAX_ROWS, MAX_ROWS, 6 * memory, memory),
+        *(hidden * MAX_ROWS, hidden * MAX_ROWS, 3 * attention, attention, attention),
+        *(TILE_ROWS * MAX_ROWS, config.scorer_hidden * MAX_ROWS, MAX_ROWS, 6 * memory, memory),
     )
     sizes = [weight.size for weight in weights] + list(scratch)
     # Each part begins on a multiple of 16 floats: a cache line.
@@ -184,9 +186,9 @@ def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
     for weight, start in zip(weights, starts, strict=False):
         floats[start : start + weight.size] = weight.ravel()
     params[:OFFSETS] = 0
-    params[FEATURES : ROWS + 1] = (
+    params[FEATURES : MOST + 1] = (
         *(features, globals_, hidden, config.attention, config.heads),
-        *(config.scorer_hidden, memory, MAX_ROWS),
+        *(config.scorer_hidden, memory, MAX_REPLICAS),
     )
     params[OFFSETS:HEADER] = starts
     params[PRIOR_CODE] = NO_PRIOR

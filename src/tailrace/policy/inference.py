@@ -2,18 +2,19 @@
 
 All numbers lie in one array of float32, the vector of :func:`tailrace.policy.architecture.pack`
 seen as such; the functions below take offsets into it, as the header gives them. Replicas are
-computed two at a time and inputs four at a time, and the innermost loop runs over outputs, which
-lie side by side: so LLVM makes vector instructions of it, and each weight that is loaded is used
-twice.
+computed TILE_ROWS at a time (see policy/tiles.py), the last ones with spare rows that no replica
+looks at.
 """
 
 import numpy as np
 
-from tailrace.compiled import vectorised
+from tailrace.compiled import vectorised, vectorised_finite
 from tailrace.policy import architecture as a
+from tailrace.policy.tiles import TILE_ROWS, multiply
 
 f32 = np.float32
 HALF, ONE = f32(0.5), f32(1.0)
+LEAST = f32(-1e30)
 LAYER_NORM_EPS = f32(1e-5)
 #: GELU in its tanh form: x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3))).
 GELU_SCALE, GELU_CUBE = f32(np.sqrt(2 / np.pi)), f32(0.044715)
@@ -27,12 +28,28 @@ U2, U0 = f32(2.26843463243900e-03), f32(4.89352518554385e-03)
 
 
 @vectorised
-def _tanh(x):
+def _tanh_quotient(x):
     x = min(max(x, -TANH_RANGE), TANH_RANGE)
     s = x * x
     over = ((((((s * T13 + T11) * s + T9) * s + T7) * s + T5) * s + T3) * s + T1) * x
     under = ((s * U6 + U4) * s + U2) * s + U0
+    return over, under
+
+
+@vectorised
+def _tanh(x):
+    over, under = _tanh_quotient(x)
     return over / under
+
+
+@vectorised
+def _exp(x):
+    """Exponential of a number that is not positive, within 4e-7: (1 + tanh x/2) / (1 - tanh x/2).
+
+    Unlike the library's it vectorises.
+    """
+    over, under = _tanh_quotient(HALF * x)
+    return (under + over) / (under - over)
 
 
 @vectorised
@@ -44,33 +61,8 @@ def _gelu(values):
 
 @vectorised
 def _multiply(f, x, n, inputs, weight, outputs, y):
-    """Add ``x`` [n, inputs] times ``weight`` [inputs, outputs] to ``y`` [n, outputs], n even."""
-    for i in range(0, n, 2):
-        ya = f[y + i * outputs : y + (i + 1) * outputs]
-        yb = f[y + (i + 1) * outputs : y + (i + 2) * outputs]
-        w = weight
-        xa = x + i * inputs
-        xb = xa + inputs
-        for _ in range(inputs // 4):
-            w0, w1 = f[w : w + outputs], f[w + outputs : w + 2 * outputs]
-            w2, w3 = f[w + 2 * outputs : w + 3 * outputs], f[w + 3 * outputs : w + 4 * outputs]
-            a0, a1, a2, a3 = f[xa], f[xa + 1], f[xa + 2], f[xa + 3]
-            b0, b1, b2, b3 = f[xb], f[xb + 1], f[xb + 2], f[xb + 3]
-            for o in range(outputs):
-                ya[o] += a0 * w0[o] + a1 * w1[o] + a2 * w2[o] + a3 * w3[o]
-                yb[o] += b0 * w0[o] + b1 * w1[o] + b2 * w2[o] + b3 * w3[o]
-            xa += 4
-            xb += 4
-            w += 4 * outputs
-        for _ in range(inputs % 4):
-            w0 = f[w : w + outputs]
-            a0, b0 = f[xa], f[xb]
-            for o in range(outputs):
-                ya[o] += a0 * w0[o]
-                yb[o] += b0 * w0[o]
-            xa += 1
-            xb += 1
-            w += outputs
+    """Add ``x`` [n, inputs] times ``weight`` [inputs, outputs] to ``y`` [n, outputs]."""
+    multiply(f, x, inputs, n, inputs, weight, outputs, outputs, y, outputs)
 
 
 @vectorised
@@ -86,8 +78,9 @@ def _multiply_one(f, x, inputs, weight, outputs, y):
 
 @vectorised
 def _copy(f, source, size, target):
+    old, new = f[source : source + size], f[target : target + size]
     for k in range(size):
-        f[target + k] = f[source + k]
+        new[k] = old[k]
 
 
 @vectorised
@@ -122,8 +115,9 @@ def _rows_of(f, start, n, size, bias):
 
 @vectorised
 def _clear(f, start, size):
-    for k in range(start, start + size):
-        f[k] = f32(0)
+    part = f[start : start + size]
+    for k in range(size):
+        part[k] = f32(0)
 
 
 @vectorised
@@ -149,48 +143,64 @@ def _attend(params, f, n):
     """Let every replica look at the available ones, and add the result to H."""
     hidden, width = _at(params, a.HIDDEN), _at(params, a.ATTENTION)
     h, projected, mixed = _at(params, a.H), _at(params, a.PROJECTED), _at(params, a.MIXED)
-    _clear(f, projected, 3 * n * width)
+    keys, weights = _at(params, a.KEYS), _at(params, a.WEIGHTS)
+    stride = 3 * width
+    _clear(f, projected, n * stride)
     _clear(f, mixed, n * width)
-    _multiply(f, h, n, hidden, _at(params, a.PROJECTION_WEIGHT), 3 * width, projected)
-    heads = _at(params, a.HEADS)
-    size = width // heads
+    _multiply(f, h, n, hidden, _at(params, a.PROJECTION_WEIGHT), stride, projected)
     for i in range(n):
-        for head in range(heads):
-            column = head * size
-            _attention_weights(params, f, n, i, column, size)
-            target = f[mixed + i * width + column : mixed + i * width + column + size]
-            for j in range(n):
-                weight = f[_at(params, a.WEIGHTS) + j]
-                start = projected + (3 * j + 2) * width + column
-                value = f[start : start + size]
-                for k in range(size):
-                    target[k] += weight * value[k]
+        for k in range(width):
+            f[keys + k * n + i] = f[projected + i * stride + width + k]
+    size = width // _at(params, a.HEADS)
+    for i in range(0, n, TILE_ROWS):
+        for column in range(0, width, size):
+            query = projected + i * stride + column
+            _clear(f, weights, TILE_ROWS * n)
+            multiply(f, query, stride, TILE_ROWS, size, keys + column * n, n, n, weights, n)
+            _softmax(params, f, n)
+            value = projected + 2 * width + column
+            target = mixed + i * width + column
+            multiply(f, weights, n, TILE_ROWS, n, value, stride, size, target, width)
     _multiply(f, mixed, n, width, _at(params, a.OUTPUT_WEIGHT), hidden, h)
 
 
+@vectorised_finite
+def _largest(values, mask):
+    """Largest of the values [n] whose mask is set; a very small number without any."""
+    most = LEAST
+    for j in range(values.size):
+        value = values[j] if mask[j] > 0 else LEAST
+        most = value if value > most else most
+    return most
+
+
 @vectorised
-def _attention_weights(params, f, n, i, column, size):
-    """Softmax over the available replicas, into WEIGHTS; all zero if there is none."""
-    width, mask = _at(params, a.ATTENTION), _at(params, a.MASK)
-    projected = _at(params, a.PROJECTED) + column
-    query = f[projected + 3 * i * width : projected + 3 * i * width + size]
-    weights = f[_at(params, a.WEIGHTS) : _at(params, a.WEIGHTS) + n]
-    most = f32(-np.inf)
-    for j in range(n):
-        start = projected + (3 * j + 1) * width
-        key = f[start : start + size]
+def _softmax(params, f, n):
+    """Softmax of each row of WEIGHTS over the available replicas; all zero if there is none."""
+    start, mask = _at(params, a.WEIGHTS), _at(params, a.MASK)
+    available = f[mask : mask + n]
+    for row in range(start, start + TILE_ROWS * n, n):
+        weights = f[row : row + n]
+        most = _largest(weights, available)
+        for j in range(n):
+            weights[j] -= most
+    _exp_all(f[start : start + TILE_ROWS * n])
+    for row in range(start, start + TILE_ROWS * n, n):
+        weights = f[row : row + n]
         total = f32(0)
-        for k in range(size):
-            total += query[k] * key[k]
-        weights[j] = total
-        if f[mask + j] > 0:
-            most = max(most, total)
-    sum_ = f32(0)
-    for j in range(n):
-        weights[j] = np.exp(weights[j] - most) if f[mask + j] > 0 else f32(0)
-        sum_ += weights[j]
-    for j in range(n):
-        weights[j] /= max(sum_, ONE)
+        for j in range(n):
+            weights[j] *= available[j]
+            total += weights[j]
+        scale = ONE / max(total, ONE)
+        for j in range(n):
+            weights[j] *= scale
+
+
+@vectorised
+def _exp_all(values):
+    """Replace each by its exponential; what is positive counts as 0."""
+    for i in range(values.size):
+        values[i] = _exp(min(values[i], f32(0)))
 
 
 @vectorised
@@ -247,8 +257,8 @@ def _score(params, f, n):
 @vectorised
 def run(params, f, n):
     """From X, G, MASK and PRIOR of ``n`` replicas to LOGITS; ``f`` is ``params`` as float32."""
-    rows = n + n % 2
-    for i in range(n, rows):  # the spare row takes part in nothing
+    rows = -(-n // TILE_ROWS) * TILE_ROWS
+    for i in range(n, rows):  # the spare rows take part in nothing
         features = _at(params, a.FEATURES)
         _clear(f, _at(params, a.X) + i * features, features)
         f[_at(params, a.MASK) + i] = f32(0)
@@ -267,7 +277,7 @@ def forward(params, replica_obs, request_obs, available, prior, logits):
     ``replica_obs`` [n, features], ``request_obs`` [globals], ``prior`` [n] standardised scores.
     """
     n, features = replica_obs.shape
-    if n >= params[a.ROWS] or features != params[a.FEATURES]:
+    if n > params[a.MOST] or features != params[a.FEATURES]:
         raise ValueError("too many replicas for this network, or another number of features")
     if request_obs.size != params[a.GLOBALS]:
         raise ValueError("another number of features of the request than this network has")

@@ -27,7 +27,7 @@ def learned_scores(view, params, scores):
     """Fill ``scores`` [n] with minus the logits of the network packed into ``params``."""
     n = view.replicas.size
     features = np.int64(params[a.FEATURES])
-    if n >= params[a.ROWS]:
+    if n > params[a.MOST]:
         raise ValueError("more replicas than a learned policy has room for")
     f = params.view(np.float32)
     x, g = np.int64(params[a.X]), np.int64(params[a.G])

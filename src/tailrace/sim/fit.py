@@ -103,10 +103,10 @@ def fit_iterations(
     if balance:
         weight = weight / np.sqrt(np.bincount(kind, minlength=len(REGIMES))[kind])
     linear = np.column_stack([np.ones_like(total), total, before, work])
-    knots = _candidate_knots(total)
+    knots = candidate_knots(total)
     hinges = [np.maximum(total - knot, 0.0) for knot in knots]
-    problem = _Problem(np.column_stack([linear, *hinges]) * weight[:, None], times * weight)
-    chosen = _choose_knots(problem, len(FIELDS), len(knots), min(max_knots, MAX_KNOTS))
+    problem = Problem(np.column_stack([linear, *hinges]) * weight[:, None], times * weight)
+    chosen = choose_knots(problem, len(FIELDS), len(knots), min(max_knots, MAX_KNOTS))
     values, _ = problem.solve([*range(len(FIELDS)), *chosen])
     slopes = zip((knots[j - len(FIELDS)] for j in chosen), values[len(FIELDS) :], strict=True)
     model = CostModel(
@@ -117,7 +117,7 @@ def fit_iterations(
         per_prefill_ms=float(values[3]),
     )
     off = np.abs(predicted_ms(model, total, before, work) / times - 1.0)
-    return FitResult(model, _errors(kind, off), _undetermined(linear * weight[:, None]))
+    return FitResult(model, _errors(kind, off), undetermined_fields(linear * weight[:, None]))
 
 
 def _checked(*columns: ArrayLike) -> tuple[Floats, Floats, Floats, Floats]:
@@ -139,13 +139,13 @@ def _checked(*columns: ArrayLike) -> tuple[Floats, Floats, Floats, Floats]:
     return arrays[0], arrays[1], arrays[2], arrays[3]
 
 
-def _candidate_knots(tokens: Floats) -> list[float]:
+def candidate_knots(tokens: Floats) -> list[float]:
     """Return the knots of the grid that have two distinct batch sizes on either side."""
     sizes = np.unique(tokens)
     return [knot for knot in KNOT_GRID if (sizes <= knot).sum() >= 2 and (sizes > knot).sum() >= 2]
 
 
-class _Problem:
+class Problem:
     """Least squares over subsets of the columns of one matrix.
 
     The matrix is reduced once to its triangular factor, so trying a subset costs microseconds
@@ -166,7 +166,7 @@ class _Problem:
         return values / self.scale[columns], float(residual)
 
 
-def _choose_knots(problem: _Problem, fixed: int, candidates: int, most: int) -> list[int]:
+def choose_knots(problem: Problem, fixed: int, candidates: int, most: int) -> list[int]:
     """Return the columns of the best knots: add the best one, then exchange, until it is enough."""
     always = list(range(fixed))
     pool = range(fixed, fixed + candidates)
@@ -201,7 +201,7 @@ def _errors(kind: NDArray[np.int64], off: Floats) -> dict[str, RegimeError]:
     }
 
 
-def _undetermined(linear: Floats) -> tuple[str, ...]:
+def undetermined_fields(linear: Floats) -> tuple[str, ...]:
     """Return the coefficients whose column [n, 4] is nil or made up of the other columns."""
     norm = np.linalg.norm(linear, axis=0)
     unit = linear / np.where(norm > 0.0, norm, 1.0)

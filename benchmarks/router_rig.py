@@ -195,22 +195,19 @@ class Rig:
 
         ``routers``: so many processes that share the port.
         """
-        port, *admins = free_ports(1 + routers)
+        port, admin = free_ports(2)
         name = "tailrace" if routers == 1 else f"tailrace x{routers}"
-        pids = []
-        for admin in admins:
-            command: list[str | Path] = [
-                sys.executable, "-m", "tailrace.cli", "serve", "--policy", policy,
-                "--listen", f"{HOST}:{port}", "--admin", f"{HOST}:{admin}",
-                "--set", f"decisions.folder={self.folder / 'decisions'}",
-                "--set", f"share_port={'true' if routers > 1 else 'false'}", *options,
-            ]  # fmt: skip
-            for url in self.backends:
-                command += ["--backend", url]
-            process = self.start(f"{name}-{admin}", command)
-            self.wait(admin, process, f"{name}-{admin}")
-            pids.append(process.pid)
-        return Contender(name, port, pids)
+        command: list[str | Path] = [
+            sys.executable, "-m", "tailrace.cli", "serve", "--policy", policy,
+            "--listen", f"{HOST}:{port}", "--admin", f"{HOST}:{admin}",
+            "--processes", str(routers),
+            "--set", f"decisions.folder={self.folder / 'decisions'}", *options,
+        ]  # fmt: skip
+        for url in self.backends:
+            command += ["--backend", url]
+        process = self.start(f"{name}-{admin}", command)
+        self.wait(admin, process, f"{name}-{admin}")
+        return Contender(name, port, [process.pid, *children_of(process.pid)])
 
     def start_peers(self) -> list[Contender]:
         """Start the peers that are installed, each with its own defaults."""

@@ -10,7 +10,7 @@ import click
 from tailrace.cli import console, names
 from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, assignment
 from tailrace.errors import TailraceError
-from tailrace.router.settings import is_loopback
+from tailrace.router.settings import address, is_loopback
 
 if TYPE_CHECKING:
     from tailrace.router.app import Router
@@ -40,6 +40,10 @@ _MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
     "--admin", metavar="HOST:PORT", cls=SectionOption,
     help="Where /metrics, /status, /backends and /reload are; off: nowhere. "
     "[default: 127.0.0.1:8081]",
+)  # fmt: skip
+@click.option(
+    "--processes", type=click.IntRange(1, 64), metavar="N", cls=SectionOption,
+    help="Router processes that share the port, for more requests per second. [default: 1]",
 )  # fmt: skip
 @click.option(
     "--cluster", type=click.Path(path_type=Path), metavar="FILE", cls=SectionOption,
@@ -88,14 +92,18 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
 
     settings = read()
     logs.to_stderr(settings.log.level)
+    if settings.processes > 1 and not check:
+        from tailrace.router.worker import serve_several
+
+        again = read if config is not None else None
+        return serve_several(settings, again, _announce_several, _warn)
     router = create(settings, load=read if config is not None else None)
 
     async def main() -> int:
         try:
             failing = await router.probe()
             for target, why in failing:
-                url = target.backend.url
-                click.echo(f"warning: backend {url} does not answer: {why}", err=True)
+                _warn(target.backend.url, why)
             if not check:
                 return await router.run(lambda: _announce(router))
             size = len(router.plane.present)
@@ -108,18 +116,35 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
         return runner.run(main())
 
 
+def _warn(url: str, why: str) -> None:
+    click.echo(f"warning: backend {url} does not answer: {why}", err=True)
+
+
 def _announce(router: "Router") -> None:
-    host, port = router.listen_at
-    shown = f"[{host}]" if ":" in host else host
-    size = len(router.plane.present)
     policy = router.plane.chooser.policy.name
+    _say_where(len(router.plane.present), policy, router.listen_at, router.admin_at)
+
+
+def _announce_several(settings: "ServeSettings") -> None:
+    admin = settings.admin.listen
+    _say_where(
+        len(settings.backends),
+        f"{settings.routing.policy} in {settings.processes} processes",
+        address(settings.listen),
+        address(admin) if admin != "off" else None,
+    )
+
+
+def _say_where(
+    size: int, policy: str, listen: tuple[str, int], admin: tuple[str, int] | None
+) -> None:
     click.echo(f"routing to {size} backend{'s' * (size > 1)} with policy {policy}")
-    click.echo(f"listening on http://{shown}:{port}/v1")
-    if router.admin_at is not None:
-        host, port = router.admin_at
-        shown = f"[{host}]" if ":" in host else host
-        click.echo(f"status page on http://{shown}:{port}/")
-    if not is_loopback(router.listen_at[0]):
+    for what, where in (("listening on", listen), ("status page on", admin)):
+        if where is not None:
+            host, port = where
+            shown = f"[{host}]" if ":" in host else host
+            click.echo(f"{what} http://{shown}:{port}/{'v1' * (where is listen)}")
+    if not is_loopback(listen[0]):
         click.echo("note: other machines can reach this router", err=True)
     sys.stdout.flush()
 
@@ -137,6 +162,8 @@ def _overrides(given: dict[str, Any]) -> dict[str, Any]:
         data["listen"] = given["listen"]
     if given["admin"]:
         data["admin"] = {"listen": given["admin"]}
+    if given.get("processes"):
+        data["processes"] = given["processes"]
     if given["max_in_flight"]:
         data["admission"] = {"max_in_flight": given["max_in_flight"]}
     if given["log_level"]:

@@ -3,14 +3,17 @@
 import hmac
 import ipaddress
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from tailrace.errors import TailraceError
-from tailrace.router.downstream import ClientConnection, Request, error_body
+from tailrace.router import merged
+from tailrace.router.downstream import ClientConnection, Request, Work, error_body
 from tailrace.router.heads import Requests
 from tailrace.router.settings import LimitSettings
+from tailrace.router.siblings import Gathering, Siblings
 
 if TYPE_CHECKING:
     from tailrace.router.app import Router
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 JSON = b"application/json"
 TEXT = b"text/plain; version=0.0.4; charset=utf-8"
 MAX_CONNECTIONS = 256
+#: What a worker answers without asking the others.
+_OWN_PATHS = frozenset(("/", "/health"))
 
 
 class Answer(NamedTuple):
@@ -45,6 +50,10 @@ class Admin:
             "/backends": lambda: _json(router.status()["replicas"]),
         }
         """What GET answers, by path; others may add to it."""
+        self.parts: dict[str, Callable[[], Answer]] = {}
+        """What another worker is answered instead, by path."""
+        self.siblings: Siblings | None = None
+        """All workers, if this is one of several: then it answers for all of them."""
         self._router = router
         self._token = token.encode() if token else None
 
@@ -60,16 +69,23 @@ class Admin:
     def refused(self, status: int, why: str) -> None:
         """Nothing is counted here."""
 
-    def handle(self, request: Request) -> None:
-        """Answer at once."""
-        status, kind, body, extra = self._answer(request)
+    def handle(self, request: Request) -> Work | None:
+        """Answer at once, or ask all workers first."""
+        refused = self._refused(request)
+        path = request.path.decode("latin-1")
+        siblings = self.siblings
+        if refused is None and siblings is not None and path not in _OWN_PATHS:
+            return Gathering(request, siblings, path, partial(merged.answers, path))
+        status, kind, body, extra = refused or self._answer(request.head.method, path)
         request.client.answer(request.head, status, body, content_type=kind, extra=extra)
+        return None
 
-    def _answer(self, request: Request) -> Answer:
+    def _refused(self, request: Request) -> Answer | None:
+        """Return why a request is not served, if so."""
         head = request.head
         is_page = head.method == b"GET" and request.path == b"/" and "/" in self.pages
         if is_page and self._token is not None:
-            return self.pages["/"]()  # it holds no data, and asks for the token itself
+            return None  # it holds no data, and asks for the token itself
         if self._token is not None:
             given = head.lower.get(b"authorization", b"")
             if not hmac.compare_digest(given, b"Bearer " + self._token):
@@ -77,15 +93,17 @@ class Admin:
         elif not _is_direct(head.lower.get(b"host", b"")):
             # A page in a browser could reach a local port through a name it controls.
             return _error(403, "call the admin listener by its address, or set admin.token_env")
-        path = request.path.decode("latin-1")
-        if head.method in (b"GET", b"HEAD"):
-            page = self.pages.get(path)
-            return page() if page is not None else _error(404, f"there is no {path[:80]}")
-        if head.method != b"POST":
+        if head.method not in (b"GET", b"HEAD", b"POST"):
             return _error(405, "GET and POST are served here")
-        if b"origin" in head.lower:
+        if head.method == b"POST" and b"origin" in head.lower:
             return _error(403, "changes are not taken from pages of other origins")
-        return self._change(path)
+        return None
+
+    def _answer(self, method: bytes, path: str) -> Answer:
+        if method == b"POST":
+            return self._change(path)
+        page = self.pages.get(path)
+        return page() if page is not None else _error(404, f"there is no {path[:80]}")
 
     def _change(self, path: str) -> Answer:
         try:

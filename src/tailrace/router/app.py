@@ -50,14 +50,15 @@ class Router:
         telemetry: Telemetry | None = None,
         load: Callable[[], ServeSettings] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        salt: bytes | None = None,
     ) -> None:
-        """``load`` reads the settings again, for a reload."""
+        """``load`` reads the settings again, for a reload; ``salt``: a secret several share."""
         self.settings = settings
         self.telemetry: Telemetry = telemetry or NoTelemetry()
         self.clock = clock
         self.started_at = clock()
         self.draining = False
-        salt = load_salt(settings.decisions.folder)
+        salt = salt or load_salt(settings.decisions.folder)
         counter = TokenCounter(settings.tokenizer)
         fleet = Fleet(settings.backends, clock, counter=counter, salt=salt)
         self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
@@ -74,6 +75,7 @@ class Router:
         """What else runs from start to stop."""
         self._load = load
         self._servers: list[asyncio.AbstractServer] = []
+        self._others: list[asyncio.AbstractServer] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping: asyncio.Event | None = None
         self._stopped = False
@@ -136,7 +138,9 @@ class Router:
         self._listen_at = await self._listen(self.settings.listen, self, shared=shared)
         if self.settings.admin.listen != "off":
             try:
-                self._admin_at = await self._listen(self.settings.admin.listen, self.admin)
+                self._admin_at = await self._listen(
+                    self.settings.admin.listen, self.admin, shared=self.admin.siblings is not None
+                )
             except TailraceError:
                 self._servers[0].close()
                 raise
@@ -161,7 +165,8 @@ class Router:
                 self._stopping.set()
 
         for received in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(received, end, received)
+            if signal.getsignal(received) != signal.SIG_IGN:
+                loop.add_signal_handler(received, end, received)
         loop.add_signal_handler(signal.SIGHUP, self._reload_or_log)
         await self.start()
         process.settle_memory()
@@ -173,6 +178,10 @@ class Router:
             for received in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(received)
         return code
+
+    def also(self, server: asyncio.AbstractServer) -> None:
+        """Close another listener at the end."""
+        self._others.append(server)
 
     async def stop(self, drain_s: float = 0.0) -> None:
         """Take no more requests, let those under way end within ``drain_s``, and close all."""
@@ -193,7 +202,7 @@ class Router:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in self._servers:
+        for server in (*self._servers, *self._others):
             server.close()
         for client in (*self.clients, *self.admin.clients):
             client.abort()
@@ -367,10 +376,11 @@ def create(
     settings: ServeSettings,
     load: Callable[[], ServeSettings] | None = None,
     clock: Callable[[], float] = time.monotonic,
+    salt: bytes | None = None,
 ) -> Router:
     """Make a router that counts what it does, with metrics and the status page."""
     telemetry = telemetries.Telemetry(clock)
-    router = Router(settings, telemetry=telemetry, load=load, clock=clock)
+    router = Router(settings, telemetry=telemetry, load=load, clock=clock, salt=salt)
     telemetry.watch(router)
     status = Status(telemetry)
     page = Answer(200, PAGE_TYPE, PAGE, PAGE_HEADERS)
@@ -379,6 +389,7 @@ def create(
         "/status": lambda: Answer(200, JSON, status.json()),
         "/status/history": lambda: Answer(200, JSON, status.history_json()),
     }
+    router.admin.parts["/status"] = lambda: Answer(200, JSON, status.part_json())
     router.background.append(telemetry.run)
     return router
 

@@ -227,14 +227,17 @@ class DecisionLog:
         _compress(self._path)
         files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}*"))
         for path in files[: max(0, len(files) - self.settings.keep)]:
+            if path.suffix == SUFFIX and _is_running(path):
+                continue  # another process writes it
             path.unlink(missing_ok=True)
 
     def _compress_leftovers(self) -> None:
         """Compress the last file of routers that run no more."""
         for path in self._folder.glob(f"{PREFIX}*{SUFFIX}"):
-            pid = path.name.split("-")[2]
-            if pid.isdecimal() and int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists():
-                _compress(path)
+            # Of several workers that start together only one gets to compress it.
+            with contextlib.suppress(FileNotFoundError):
+                if not _is_running(path):
+                    _compress(path)
 
     # ---- a line ---------------------------------------------------------------------------------
 
@@ -298,6 +301,12 @@ class DecisionLog:
         if arrival.session is not None:
             return f"{self._boot}-{arrival.session.number}"
         return None
+
+
+def _is_running(path: Path) -> bool:
+    """Whether the process that has opened a file is still there, or cannot be told."""
+    pid = path.name.split("-")[2]
+    return not pid.isdecimal() or Path(f"/proc/{pid}").exists()
 
 
 def _compress(path: Path) -> None:

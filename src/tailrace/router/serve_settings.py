@@ -36,6 +36,8 @@ class ServeSettings(Settings):
     """The servers."""
     listen: str = "127.0.0.1:8080"
     """host:port for clients."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Router processes that share the port, each on a core of its own; see 'Several routers'."""
     share_port: bool = False
     """Let several routers listen there (SO_REUSEPORT): the system spreads connections over them."""
     routing: ChooserSettings = ChooserSettings()

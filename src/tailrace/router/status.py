@@ -7,6 +7,7 @@ null, never 0.
 import base64
 import hashlib
 import math
+import os
 import re
 from collections import Counter
 from importlib.resources import files
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 #: Windows of the percentiles, in s, by their name.
 WINDOWS = {"1m": 60.0, "5m": 300.0}
+LATENCIES = ("ttft", "e2e")
 #: Over which the pace of decisions is measured, in s.
 PACE_S = 10.0
 #: Scores shown per decision: the chosen replica's, the runner-up's and the next best.
@@ -43,6 +45,18 @@ class Status:
     def json(self) -> bytes:
         """Return the body of /status."""
         return orjson.dumps(self.describe())
+
+    def part_json(self) -> bytes:
+        """Return one worker's part of it, with what is needed to add up latencies."""
+        slots = self._telemetry.slots
+        part = self.describe() | {
+            "pid": os.getpid(),
+            "counts": {
+                name: {key: slots.counts(name, seconds) for key, seconds in WINDOWS.items()}
+                for name in LATENCIES
+            },
+        }
+        return orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)
 
     def history_json(self) -> bytes:
         """Return the body of /status/history."""
@@ -81,7 +95,7 @@ class Status:
             },
             "latency": {
                 name: {key: t.slots.percentiles(name, seconds) for key, seconds in WINDOWS.items()}
-                for name in ("ttft", "e2e")
+                for name in LATENCIES
             },
             "requests": dict(outcomes),
             "fallbacks": dict(t.fallbacks),
@@ -106,6 +120,7 @@ class Status:
         slots = [slot for slot in t.slots.past if slot.number >= since]
         return {
             "every_s": SLOT_S,
+            "slots": [slot.number for slot in slots],
             "age_s": [now - (slot.number + 1) * SLOT_S for slot in slots],
             "in_flight": [slot.in_flight for slot in slots],
             "queued": [slot.queued for slot in slots],

@@ -39,6 +39,14 @@ def percentile(counts: NDArray[np.int64], percent: float) -> float | None:
     return float(10.0 ** ((bucket + 0.5 - _SHIFT) / _PER_DECADE))
 
 
+def percentiles(counts: NDArray[np.int64]) -> dict[str, float | int | None]:
+    """Return how many and which percentiles in s of counts by bucket [B]."""
+    found: dict[str, float | int | None] = {"count": int(counts.sum())}
+    for percent in PERCENTILES:
+        found[f"p{percent}_s"] = percentile(counts, percent)
+    return found
+
+
 class Slot:
     """Two seconds."""
 
@@ -97,13 +105,14 @@ class Slots:
 
     def percentiles(self, name: str, seconds: float) -> dict[str, float | int | None]:
         """Return count and percentiles in s of the last seconds; ``name``: ttft or e2e."""
+        return percentiles(self.counts(name, seconds))
+
+    def counts(self, name: str, seconds: float) -> NDArray[np.int64]:
+        """Return the latencies of the last seconds by bucket; ``name``: ttft or e2e."""
         counts = np.zeros(_BUCKETS, np.int64)
         for slot in self.last(seconds):
             counts += np.frombuffer(getattr(slot, name), np.uint32)
-        found: dict[str, float | int | None] = {"count": int(counts.sum())}
-        for percent in PERCENTILES:
-            found[f"p{percent}_s"] = percentile(counts, percent)
-        return found
+        return counts
 
     def decided(self, seconds: float) -> Counter[int]:
         """Return the decisions of the last seconds by replica."""

@@ -101,7 +101,7 @@ def command(
         from tailrace.vidur import compare as in_vidur
 
         scenario, notes = _for_vidur(scenario, few)
-        compare, policy_for = in_vidur.compare, in_vidur.vidur_policy
+        policy_for = in_vidur.vidur_policy
     chosen: list[str] = []
     left_out: list[str] = []
     for name in policies or (ALL,):
@@ -132,7 +132,7 @@ def command(
         scenario = scenarios.with_capacity(scenario)
     total = len({*chosen, reference}) * seed_count
     with console.own_output(), console.progress("simulating", total, enabled=show) as update:
-        comparison = compare(
+        comparison = (in_vidur.compare if engine == VIDUR else compare)(
             scenario, chosen, numbers, jobs, update, reference=reference, warmup_fraction=warmup
         )
     if plot is not None:

@@ -51,7 +51,9 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class _Task:
+class Task:
+    """One policy on the traffic of one seed."""
+
     scenario: Scenario
     rate: float | None
     policy: str
@@ -68,11 +70,13 @@ def compare(
     *,
     reference: str = DEFAULT_REFERENCE,
     warmup_fraction: float = 0.0,
+    play: Callable[[Task], Summary] | None = None,
 ) -> Comparison:
     """Run every policy on every seed and rank them by composite cost.
 
     ``jobs`` processes work side by side (default: one per core); ``progress`` is told how many runs
-    are done. The reference joins the policies if it is not among them.
+    are done. The reference joins the policies if it is not among them. ``play`` is the engine, if
+    not the simulator.
     """
     wanted = list(dict.fromkeys([*policies, reference]))
     for name in wanted:
@@ -81,11 +85,11 @@ def compare(
         raise TailraceError("a comparison needs at least one seed, and each seed once")
     rate = scenarios.resolve_rate(scenario)
     tasks = [
-        _Task(scenario, rate, policy, seed, warmup_fraction) for seed in seeds for policy in wanted
+        Task(scenario, rate, policy, seed, warmup_fraction) for seed in seeds for policy in wanted
     ]
     found: dict[tuple[str, int], Summary] = {}
     with Crew(jobs) as crew:
-        for done, (task, summary) in enumerate(crew.run(_run_one, tasks), start=1):
+        for done, (task, summary) in enumerate(crew.run(play or _simulate, tasks), start=1):
             found[task.policy, task.seed] = summary
             if progress is not None:
                 progress(done)
@@ -139,5 +143,5 @@ def _merge(values: Sequence[Any]) -> Any:
     return None
 
 
-def _run_one(task: _Task) -> Summary:
+def _simulate(task: Task) -> Summary:
     return summarise(run(task.scenario, task.policy, task.rate, task.seed), task.warmup)

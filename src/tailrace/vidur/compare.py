@@ -1,17 +1,13 @@
 """Many policies on identical arrivals with real Vidur as the engine. Needs no Vidur to import."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import numpy as np
-
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.compare import DEFAULT_REFERENCE, Comparison, Entry, averaged, ratio_interval
+from tailrace.evaluate import compare as evaluate
+from tailrace.evaluate.compare import DEFAULT_REFERENCE, Comparison, Task
 from tailrace.evaluate.metrics import Summary, summarise
 from tailrace.evaluate.runner import policy_for, traffic
-from tailrace.parallel import Crew
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy
 from tailrace.vidur import require
@@ -19,15 +15,6 @@ from tailrace.vidur.limits import replicas_for_vidur
 
 #: Vidur plays some hundreds of requests per second: a comparison has to be small.
 DEFAULT_REQUESTS = 500
-
-
-@dataclass(frozen=True)
-class _Task:
-    scenario: Scenario
-    rate: float | None
-    policy: str
-    seed: int
-    warmup: float
 
 
 def vidur_policy(scenario: Scenario, name: str) -> Policy:
@@ -58,32 +45,21 @@ def compare(
     """Run every policy on every seed in real Vidur; the rest is as in evaluate/compare.py."""
     require()
     replicas_for_vidur(scenario.cluster)
-    wanted = list(dict.fromkeys([*policies, reference]))
-    for name in wanted:
+    for name in (*policies, reference):
         vidur_policy(scenario, name)
-    if not seeds or len(set(seeds)) != len(seeds):
-        raise TailraceError("a comparison needs at least one seed, and each seed once")
-    rate = scenarios.resolve_rate(scenario)
-    tasks = [
-        _Task(scenario, rate, policy, seed, warmup_fraction) for seed in seeds for policy in wanted
-    ]
-    found: dict[tuple[str, int], Summary] = {}
-    with Crew(jobs) as crew:
-        for done, (task, summary) in enumerate(crew.run(_run_one, tasks), start=1):
-            found[task.policy, task.seed] = summary
-            if progress is not None:
-                progress(done)
-    costs = {p: np.array([found[p, seed].cost_s for seed in seeds]) for p in wanted}
-    entries = []
-    for policy in wanted:
-        runs = tuple(found[policy, seed] for seed in seeds)
-        ratio = ratio_interval(costs[policy], costs[reference])
-        entries.append(Entry(policy, ratio, averaged(runs), runs))
-    entries.sort(key=lambda entry: entry.mean.cost_s)
-    return Comparison(scenario, rate, tuple(seeds), reference, tuple(entries))
+    return evaluate.compare(
+        scenario,
+        policies,
+        seeds,
+        jobs,
+        progress,
+        reference=reference,
+        warmup_fraction=warmup_fraction,
+        play=_play,
+    )
 
 
-def _run_one(task: _Task) -> Summary:
+def _play(task: Task) -> Summary:
     from tailrace.vidur.simulation import simulate
 
     scenario = task.scenario

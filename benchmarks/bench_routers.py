@@ -3,7 +3,9 @@
 1, 2 and 4 routers share the replicas of a scenario. Each has books of its own and reads the
 replicas' metrics every half second, each at moments of its own. With ``--spread request`` every
 request meets a router by chance, the worst case; with ``session`` all turns of a conversation meet
-the same one, as behind a balancer that hashes by session. Replicas are emulated and time is
+the same one, as behind a balancer that hashes by session. With
+``--books shared`` the routers are workers of one (``tailrace serve --processes``) and read each
+other's books. Replicas are emulated and time is
 virtual, so the figures depend on nothing but the seeds. Each policy serves identical arrivals;
 ``loss`` is the mean time to first token over that of one router with the same policy.
 """
@@ -26,6 +28,7 @@ from tailrace.emulate import tokenizer
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.replica import EmulatedReplica, Job
 from tailrace.router.asked import Asked
+from tailrace.router.books import new_books
 from tailrace.router.decide import Chooser, ChooserSettings
 from tailrace.router.fleet import Fleet, Flight
 from tailrace.router.settings import BackendSettings
@@ -33,7 +36,7 @@ from tailrace.sim.devices import resolved
 from tailrace.workload.library import from_settings
 from tailrace.workload.table import RequestTable
 
-POLICIES = ("tailrace", "load_aware", "least_outstanding", "power_of_two")
+POLICIES = ("tailrace", "load_aware", "least_outstanding")
 ROUTERS = (1, 2, 4)
 SCRAPE_S = 0.5
 #: The first part of the requests fills caches and is not counted.
@@ -91,7 +94,7 @@ class World:
 
     def __init__(
         self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int,
-        by_session: bool,
+        by_session: bool, share: bool,
     ) -> None:  # fmt: skip
         self._clock = Clock()
         servers = resolved(scenario.cluster)
@@ -103,8 +106,10 @@ class World:
         ]
         settings = ChooserSettings(policy=policy, limit_ms=1e6)
         self._routers = []
+        books = new_books(backends, routers) if share else None
         for number in range(routers):
-            fleet = Fleet(backends, self._clock.now, seed=1000 * seed + number)
+            seat = books.of(number) if books is not None else None
+            fleet = Fleet(backends, self._clock.now, seed=1000 * seed + number, seat=seat)
             self._routers.append((fleet, Chooser(fleet, settings, warm_up=False)))
             self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, fleet))
         self._chance = random.Random(seed)
@@ -174,7 +179,9 @@ class World:
         self._left -= 1
 
 
-def measure(scenario: Scenario, policy: str, options: argparse.Namespace) -> dict[str, Any]:
+def measure(
+    scenario: Scenario, policy: str, spread: str, share: bool, options: argparse.Namespace
+) -> dict[str, Any]:
     """Serve the same requests by 1, 2 and 4 routers."""
     found: dict[str, Any] = {}
     rate = scenarios.resolve_rate(scenario)
@@ -183,8 +190,7 @@ def measure(scenario: Scenario, policy: str, options: argparse.Namespace) -> dic
         ttft, e2e = [], []
         for seed in range(options.seeds):
             table = from_settings(workload, rate, options.seed + seed)
-            by_session = options.spread == "session"
-            world = World(scenario, table, policy, routers, seed, by_session)
+            world = World(scenario, table, policy, routers, seed, spread == "session", share)
             world.run()
             counted = slice(int(WARM_UP * len(table.rows)), None)
             ttft.append(world.ttft_s[counted])
@@ -194,10 +200,12 @@ def measure(scenario: Scenario, policy: str, options: argparse.Namespace) -> dic
             "ttft_mean_s": float(times.mean()),
             "ttft_p99_s": float(np.percentile(times, 99)),
             "e2e_mean_s": float(np.concatenate(e2e).mean()),
+            "ttft_mean_by_seed_s": [float(part.mean()) for part in ttft],
         }
-    first = found[str(options.routers[0])]["ttft_mean_s"]
+    first = found[str(options.routers[0])]
     for figures in found.values():
-        figures["loss"] = figures["ttft_mean_s"] / first - 1
+        figures["loss"] = figures["ttft_mean_s"] / first["ttft_mean_s"] - 1
+        figures["e2e_loss"] = figures["e2e_mean_s"] / first["e2e_mean_s"] - 1
     return found
 
 
@@ -205,32 +213,43 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
-    parser.add_argument("--scenario", default="demo")
+    parser.add_argument("--scenario", nargs="*", default=["demo", "agents"])
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--routers", type=int, nargs="*", default=ROUTERS)
     parser.add_argument("--policies", nargs="*", default=POLICIES)
-    parser.add_argument("--spread", choices=["request", "session"], default="request")
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument(
+        "--spread", choices=["request", "session"], nargs="*", default=["request", "session"]
+    )
+    parser.add_argument(
+        "--books", choices=["own", "shared"], nargs="*", default=["own", "shared"],
+        help="whether routers read each other's",
+    )  # fmt: skip
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     options = parser.parse_args()
-    scenario = scenarios.load(options.scenario)
-    results = {policy: measure(scenario, policy, options) for policy in options.policies}
+    if not options.json:
+        print(f"{'scenario':10}{'spread':9}{'books':8}{'policy':18}{'routers':>8}"
+              f"{'mean TTFT, s':>14}{'P99, s':>9}{'mean E2E, s':>13}{'loss':>8}")  # fmt: skip
+    runs = []
+    for name, spread, books in itertools.product(options.scenario, options.spread, options.books):
+        scenario = scenarios.load(name)
+        policies = {
+            policy: measure(scenario, policy, spread, books == "shared", options)
+            for policy in options.policies
+        }
+        runs.append({"scenario": name, "spread": spread, "books": books, "policies": policies})
+        if options.json:
+            continue
+        for policy, found in policies.items():
+            for routers, f in found.items():
+                print(
+                    f"{name:10}{spread:9}{books:8}{policy:18}{routers:>8}{f['ttft_mean_s']:>14.3f}"
+                    f"{f['ttft_p99_s']:>9.2f}{f['e2e_mean_s']:>13.2f}{f['loss']:>8.1%}",
+                    flush=True,
+                )
     if options.json:
-        print(
-            json.dumps(
-                {"scenario": options.scenario, "spread": options.spread, "policies": results},
-                indent=1,
-            )
-        )
-        return
-    print(f"{'policy':20}{'routers':>8}{'mean TTFT, s':>14}{'P99, s':>9}{'mean E2E, s':>13}"
-          f"{'loss':>8}")  # fmt: skip
-    for policy, found in results.items():
-        for routers, f in found.items():
-            print(
-                f"{policy:20}{routers:>8}{f['ttft_mean_s']:>14.3f}{f['ttft_p99_s']:>9.2f}"
-                f"{f['e2e_mean_s']:>13.2f}{f['loss']:>8.1%}"
-            )
+        about = {"requests": options.requests, "seeds": options.seeds, "first_seed": options.seed}
+        print(json.dumps({**about, "runs": runs}, indent=1))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from tailrace.errors import TailraceError
 from tailrace.router import process
 from tailrace.router import telemetry as telemetries
 from tailrace.router.admin import JSON, Admin, Answer
+from tailrace.router.books import Seat
 from tailrace.router.decide import Chooser
 from tailrace.router.decisions import DecisionLog, load_salt
 from tailrace.router.downstream import ClientConnection, Request, Service, Work, error_body
@@ -51,8 +52,12 @@ class Router:
         load: Callable[[], ServeSettings] | None = None,
         clock: Callable[[], float] = time.monotonic,
         salt: bytes | None = None,
+        seat: Seat | None = None,
     ) -> None:
-        """``load`` reads the settings again, for a reload; ``salt``: a secret several share."""
+        """``load`` reads the settings again, for a reload.
+
+        ``salt`` and ``seat``: the secret and the books that several workers share.
+        """
         self.settings = settings
         self.telemetry: Telemetry = telemetry or NoTelemetry()
         self.clock = clock
@@ -60,7 +65,7 @@ class Router:
         self.draining = False
         salt = salt or load_salt(settings.decisions.folder)
         counter = TokenCounter(settings.tokenizer)
-        fleet = Fleet(settings.backends, clock, counter=counter, salt=salt)
+        fleet = Fleet(settings.backends, clock, counter=counter, salt=salt, seat=seat)
         self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
         self.plane = Plane(settings, fleet, Chooser(fleet, settings.routing))
         self.forwarder = Forwarder(settings, self.plane, self.telemetry, self.decision_log)
@@ -377,10 +382,11 @@ def create(
     load: Callable[[], ServeSettings] | None = None,
     clock: Callable[[], float] = time.monotonic,
     salt: bytes | None = None,
+    seat: Seat | None = None,
 ) -> Router:
     """Make a router that counts what it does, with metrics and the status page."""
     telemetry = telemetries.Telemetry(clock)
-    router = Router(settings, telemetry=telemetry, load=load, clock=clock, salt=salt)
+    router = Router(settings, telemetry=telemetry, load=load, clock=clock, salt=salt, seat=seat)
     telemetry.watch(router)
     status = Status(telemetry)
     page = Answer(200, PAGE_TYPE, PAGE, PAGE_HEADERS)

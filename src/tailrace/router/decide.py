@@ -11,7 +11,7 @@ model that does not fit the servers, does not touch it.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Annotated, NamedTuple, Self
 
 import numpy as np
@@ -28,10 +28,13 @@ from tailrace.policy.choose import NO_REPLICA
 from tailrace.policy.learned import LearnedPolicy
 from tailrace.policy.view import View
 from tailrace.router import kernels as k
+from tailrace.router import shared
 from tailrace.router.asked import Asked
+from tailrace.router.books import new_books
 from tailrace.router.eviction import evict_until
 from tailrace.router.fleet import Arrival, Fleet
 from tailrace.router.flight import Decision
+from tailrace.router.reasons import PHRASES
 
 __all__ = ["Chooser", "ChooserSettings", "Decision"]
 
@@ -203,7 +206,7 @@ class Chooser:
                 self.out_of_range[FEATURE_NAMES[feature]] += 1
         decision = Decision(
             chosen, seat.policy.name, scores[used].copy(), runner_up,
-            _PHRASES[reason](ours, theirs), fell_back, None, 0.0, cached, ttft_s,
+            PHRASES[reason](ours, theirs), fell_back, None, 0.0, cached, ttft_s,
         )  # fmt: skip
         if self._shadow is not None:
             self._ask_shadow(self._shadow, decision)
@@ -232,6 +235,15 @@ class Chooser:
 
     def _show(self, arrival: Arrival) -> None:
         fleet, runs = self.fleet, arrival.runs
+        if fleet.seat is not None:
+            books = fleet.seat.books
+            shared.gather(
+                fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
+                books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.caching,
+                fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
+                fleet.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
+            )  # fmt: skip
+            return
         index = fleet.index
         k.show(
             fleet.request, fleet.replicas, fleet.routers, index.entries, index.slots, index.totals,
@@ -242,7 +254,7 @@ class Chooser:
     def _judge(self, seat: _Seat, cause: int) -> None:
         fleet, fallback = self.fleet, self._fallback
         k.judge(
-            fleet.request, fleet.replicas, fleet.costs, fleet.routers, seat.row, seat.code,
+            fleet.request, fleet.seen, fleet.costs, fleet.seen_routers, seat.row, seat.code,
             seat.params, seat.lowest_id_wins, fallback.rule.code, fallback.params,
             fallback.lowest_id_wins, cause, seat.bounds, seat.guard_ratio, self.settings.guard_s,
             self._scores, self._whole, self._figures,
@@ -251,6 +263,18 @@ class Chooser:
     def _decide_compiled(self, seat: _Seat, arrival: Arrival) -> None:
         """:meth:`_show` and :meth:`_judge` in one."""
         fleet, runs, fallback = self.fleet, arrival.runs, self._fallback
+        if fleet.seat is not None:
+            books = fleet.seat.books
+            shared.decide(
+                fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
+                books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.costs,
+                fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
+                fleet.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
+                seat.row, seat.code, seat.params, seat.lowest_id_wins, fallback.rule.code,
+                fallback.params, fallback.lowest_id_wins, seat.bounds, seat.guard_ratio,
+                self.settings.guard_s, self._scores, self._whole, self._figures,
+            )  # fmt: skip
+            return
         index = fleet.index
         k.decide(
             fleet.request, fleet.replicas, fleet.costs, fleet.routers, index.entries, index.slots,
@@ -288,7 +312,8 @@ class Chooser:
     def _copy_of_view(self, row: int) -> View:
         """What the router sees, for code that might write to it."""
         fleet = self.fleet
-        return View(fleet.request.copy()[0], fleet.replicas.copy(), fleet.costs, fleet.routers[row])
+        router = fleet.seen_routers[row]
+        return View(fleet.request.copy()[0], fleet.seen.copy(), fleet.costs, router)
 
     def _ask_shadow(self, seat: _Seat, decision: Decision) -> None:
         fleet, scores = self.fleet, self._scores[k.SHADOW_SCORES]
@@ -296,7 +321,7 @@ class Chooser:
             self.counts["shadow_failed"] += 1
             return
         choice = k.rate(
-            fleet.request, fleet.replicas, fleet.costs, fleet.routers, seat.row, seat.code,
+            fleet.request, fleet.seen, fleet.costs, fleet.seen_routers, seat.row, seat.code,
             seat.params, scores, seat.lowest_id_wins,
         )  # fmt: skip
         decision.shadow = int(choice)
@@ -327,7 +352,10 @@ class Chooser:
 
     def _warm_up(self) -> None:
         """Play one request on a fleet of our own through all that is compiled."""
-        toy = Fleet(self.fleet.backends[:1] * 2, self.fleet.clock)
+        backends, seat = self.fleet.backends[:1] * 2, self.fleet.seat
+        if seat is not None:
+            seat = new_books(backends, 2).of(0)
+        toy = Fleet(backends, self.fleet.clock, seat=seat)
         for settings in (
             ChooserSettings(policy=self.settings.fallback, shadow=self.settings.fallback),
             self.settings.model_copy(update={"policy": self.settings.fallback}),
@@ -380,17 +408,3 @@ def _most_output(asked: Asked) -> float:
     if asked.kind == "embedding":
         return 1.0
     return _UNLIMITED if asked.max_tokens is None else float(asked.max_tokens)
-
-
-#: By the number of the reason in kernels.py; the figures are the chosen replica's and the other's.
-_PHRASES: tuple[Callable[[float, float], str], ...] = (
-    lambda _a, _b: "the only replica available",
-    lambda _a, _b: "as good as the next, chosen at random",
-    lambda a, b: f"more of the prompt cached ({a:.0f} against {b:.0f} tokens)",
-    lambda a, b: f"shorter queue ({a:.0f} against {b:.0f} tokens)",
-    lambda a, b: f"faster replica ({a:.0f} against {b:.0f} prompt tokens/s)",
-    lambda a, b: f"fewer requests in flight ({a:.0f} against {b:.0f})",
-    lambda a, b: f"more KV memory free ({1 - a:.0%} against {1 - b:.0%})",
-    lambda a, b: f"earlier first token predicted ({a:.2f} against {b:.2f} s)",
-    lambda _a, _b: "better score of the policy as a whole",
-)

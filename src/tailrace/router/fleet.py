@@ -16,16 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.config import Replica
 from tailrace.policy import ledger, prefix
 from tailrace.policy.base import Policy, call_hook
 from tailrace.policy.choose import mix
 from tailrace.policy.view import REPLICA_VIEW, REQUEST_VIEW, ROUTER
 from tailrace.router import kernels
 from tailrace.router.asked import Asked
+from tailrace.router.books import ROUTER_ROWS, Seat, index_entries
 from tailrace.router.content import UNIT_BYTES, private_runs, root_of, text_runs, token_runs
 from tailrace.router.eviction import evict_until
 from tailrace.router.flight import OLDEST, WIDTH, Arrival, Decision, Flight
-from tailrace.router.sessions import Sessions
+from tailrace.router.sessions import Sessions, SharedSessions
 from tailrace.router.settings import BackendSettings
 from tailrace.router.tokens import SERVER, TokenCounter
 from tailrace.sim.cost import cost_rows
@@ -37,7 +39,6 @@ from tailrace.workload.table import DEFAULT_TPOT_SLO_S, DEFAULT_TTFT_SLO_S
 __all__ = ["Arrival", "Fleet", "Flight"]
 
 PRIOR_OUTPUT_TOKENS = 256.0
-MAX_INDEX_ENTRIES = 1 << 18
 #: Share of the answers thought cached that must turn out so for the belief to be kept up, and how
 #: much one more case counts.
 _ANSWERS_TRUST, _ANSWERS_STEP = 0.5, 0.2
@@ -65,21 +66,33 @@ class Fleet:
         seed: int = 0,
         max_sessions: int = 100_000,
         prior_output_tokens: float = PRIOR_OUTPUT_TOKENS,
+        seat: Seat | None = None,
     ) -> None:
         """Start with idle replicas of which nothing is known.
 
-        ``salt``: this installation's secret, which makes content hashes its own.
+        ``salt``: this installation's secret, which makes content hashes its own. ``seat``: among
+        several workers whose books are shared; they must have the same salt.
         """
+        self.seat = seat
         self.clock = clock
         self.counter = counter or TokenCounter()
         self.sessions = Sessions(max_sessions)
+        if seat is not None:
+            books, worker = seat.books, seat.worker
+            books.clear(worker)
+            cells = _cells(books.sessions)
+            self.sessions = SharedSessions(max_sessions, cells, worker, books.workers)
         self.prior_output_tokens = prior_output_tokens
         self.request: NDArray[np.void] = np.zeros(1, REQUEST_VIEW)
-        self.routers: NDArray[np.void] = np.zeros(4, ROUTER)
+        self.routers: NDArray[np.void] = np.zeros(ROUTER_ROWS, ROUTER)
+        if seat is not None:
+            self.routers = seat.own_routers
         with np.errstate(over="ignore"):
             for k, row in enumerate(self.routers):
                 row["rng"] = mix(np.uint64(seed + k))
         self.routers["looked_at"] = clock()
+        self.seen_routers = self.routers if seat is None else self.routers.copy()
+        """The same as policies see them: with what other workers did."""
         self.backends: list[BackendSettings] = []
         self._seed = int.from_bytes(salt[:8].ljust(8, b"\0"), "little")
         self._roots: dict[tuple[str, str], int] = {}
@@ -90,7 +103,9 @@ class Fleet:
         """When the first tokens of answers that do not stream are predicted."""
         self._due_over = 0  # those among them that have ended already, about
         self._request_buffer = _cells(self.request).cast("B")
-        self.replicas = np.zeros(0, REPLICA_VIEW)
+        self.replicas: NDArray[np.void] = np.zeros(0, REPLICA_VIEW)
+        self.seen = self.replicas
+        """The same as policies see them: with what other workers did."""
         self.costs = cost_rows([])
         self.index = prefix.new_index(0, 16)
         self.waiting: list[dict[int, float]] = []
@@ -124,16 +139,32 @@ class Fleet:
     def _grow(self, backends: Sequence[BackendSettings]) -> None:
         servers = [backend.server for backend in backends]
         n, old = len(self.replicas) + len(servers), len(self.replicas)
+        seat, new = self.seat, slice(old, n)
+        if seat is None:
+            self.replicas = np.concatenate([self.replicas, replica_views(servers)])
+            self.seen = self.replicas
+        else:
+            self.replicas = seat.own_replicas(n)
+            self.replicas[new] = replica_views(servers)
+            self.seen = self.replicas.copy()
         self.backends += backends
-        self.replicas = np.concatenate([self.replicas, replica_views(servers)])
         self.costs = np.concatenate([self.costs, cost_rows([cost_of(s) for s in servers])])
-        new = slice(old, n)
         self.replicas["recent_at"][new] = self.clock()
-        self.caching = np.append(self.caching, [int(is_caching(s)) for s in servers])
+        self.caching = np.append(self.caching, [self._believed(s) for s in servers])
         self.answers = np.append(self.answers, np.ones(len(servers), np.int64))
-        largest = int(self.replicas["capacity_tokens"].max(initial=0))
-        # Runs are 64 units long but for the last of each prompt; the rest is for short prompts.
-        entries = min(max(4096, largest // 32), MAX_INDEX_ENTRIES)
+        if seat is None:
+            self._grow_index(n, old)
+        else:
+            self.index = seat.own_index(n)
+        self.cells = _cells(self.replicas.view(np.int64))
+        self.times = _cells(self.replicas.view(np.float64))
+        self.waiting += [{} for _ in servers]
+        self.epochs += [0] * len(servers)
+        self._misses += [0] * len(servers)
+        self._answer_share += [1.0] * len(servers)
+
+    def _grow_index(self, n: int, old: int) -> None:
+        entries = index_entries(self.replicas["capacity_tokens"])
         entries = max(entries, self.index.entries.shape[1] - 1)
         index = prefix.new_index(n, entries)
         if old and entries == self.index.entries.shape[1] - 1:
@@ -141,12 +172,11 @@ class Fleet:
                 mine[:old] = before
         # A larger replica needs a larger index for all; what was known is learned again.
         self.index = index
-        self.cells = _cells(self.replicas.view(np.int64))
-        self.times = _cells(self.replicas.view(np.float64))
-        self.waiting += [{} for _ in servers]
-        self.epochs += [0] * len(servers)
-        self._misses += [0] * len(servers)
-        self._answer_share += [1.0] * len(servers)
+
+    def _believed(self, server: Replica) -> int:
+        """Among how many indexes a server's memory is divided; 0: it has no cache."""
+        parts = self.seat.books.workers if self.seat is not None else 1
+        return parts * int(is_caching(server))
 
     def set_available(self, replica: int, available: bool) -> None:
         """Record whether a replica may get requests; health and drains decide that."""
@@ -330,7 +360,7 @@ class Fleet:
         if cached > 0:
             self._misses[r] = 0
             if not self.caching[r]:
-                self.caching[r] = int(is_caching(self.backends[r].server))
+                self.caching[r] = self._believed(self.backends[r].server)
         expected = flight.answer_tokens
         if expected > 0:
             # What is missing of an answer is not evicted, but has never been there: thinking that

@@ -138,6 +138,8 @@ class Flight:
             self._fleet.sessions.put(arrival.runs.end_key, session)
         session.last_replica = self.replica
         session.turns = arrival.turn + 1
+        name = arrival.asked.session
+        self._fleet.sessions.entered(arrival.runs.end_key if name is None else name, session)
 
     def tokens(self, n: int) -> None:
         """Take note of ``n`` more tokens that have streamed back."""

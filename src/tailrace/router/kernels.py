@@ -120,7 +120,8 @@ def show(
     """Complete what the router sees for a decision; ``request`` [1] has all that arrived with it.
 
     ``caching`` and ``answers`` int64 [n]: whether a replica's cache, and the answers in it, are
-    believed in. ``most_output``: tokens the client allows.
+    believed in; the former says among how many indexes its memory is divided. ``most_output``:
+    tokens the client allows.
     """
     index = PrefixIndex(entries, slots, totals)
     router = routers[MAIN]
@@ -331,12 +332,16 @@ def opened(
             if known > 0:
                 slot = prefix._find(entries[r]["key"], slots[r], keys[known - 1])
                 used_at = entries[r, slots[r, slot]]["used_at"]
-            without = _cached_tokens(index, replicas[r], r, prompt, keys, units, -1, total, 0)
-            answer = max(0, cached - without)
+            if branch_at >= 0:
+                # Of what this index knows: another worker's may have known more.
+                place = replicas[r]
+                own = _cached_tokens(index, place, r, prompt, keys, units, branch_at, total, 1)
+                without = _cached_tokens(index, place, r, prompt, keys, units, -1, total, 0)
+                answer = max(0, min(cached, own) - without)
         if branch_at >= 0:
             # The blocks of this prompt take the place of the turn before and its answer.
             _remove(entries[r], slots[r], totals[r], keys[count])
-        capacity = np.int64(replicas[r]["capacity_tokens"] * per_token)
+        capacity = np.int64(replicas[r]["capacity_tokens"] * per_token) // caching[r]
         prefix.insert(index, r, keys[:count], units[:count], capacity, now)
     return used_at, answer
 
@@ -391,7 +396,7 @@ def ended(
         count = keys.size - 1
         last = units[count - 1]
         units[count - 1] = last + np.int64(output * per_token)  # it continues the last run
-        capacity = np.int64(replica["capacity_tokens"] * per_token)
+        capacity = np.int64(replica["capacity_tokens"] * per_token) // caching[r]
         index = PrefixIndex(entries, slots, totals)
         prefix.insert(index, r, keys[:count], units[:count], capacity, now)
         units[count - 1] = last

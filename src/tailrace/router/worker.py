@@ -17,6 +17,7 @@ import uvloop
 from tailrace.errors import TailraceError
 from tailrace.router.admin import Admin
 from tailrace.router.app import Router, create
+from tailrace.router.books import new_books
 from tailrace.router.decide import Chooser
 from tailrace.router.decisions import load_salt
 from tailrace.router.downstream import ClientConnection
@@ -49,18 +50,20 @@ def serve_several(
     settings = settings.model_copy(update={"listen": listen, "admin": admin})
     count, salt = settings.processes, load_salt(settings.decisions.folder)
     settings.admin.token()
+    books = new_books(settings.backends, count)
     # Everything is compiled here, once: workers are copies of this process.
-    Chooser(Fleet(settings.backends), settings.routing).close()
+    Chooser(Fleet(settings.backends, seat=books.of(0)), settings.routing).close()
     with tempfile.TemporaryDirectory(prefix="tailrace-") as folder:
 
         def work(number: int, lines: Lines) -> int:
             again = None if load is None else lambda: part_of(load(), number, count)
-            router = create(part_of(settings, number, count), load=again, salt=salt)
+            part, seat = part_of(settings, number, count), books.of(number)
+            router = create(part, load=again, salt=salt, seat=seat)
             siblings = Siblings(Path(folder), number, count)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(router, siblings, lines, failing))
 
-        supervisor = Supervisor(count, work, drain_s=settings.drain_s)
+        supervisor = Supervisor(count, work, drain_s=settings.drain_s, lost=books.clear)
         try:
             return supervisor.run(lambda: started(settings))
         finally:

@@ -19,7 +19,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur test-vllm test-ray coverage bench evaluate parity report clean
+.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -94,6 +94,9 @@ $(RAY)/.installed: pyproject.toml constraints.txt
 # Ray listens on all addresses: it gets a network of its own.
 test-ray: $(RAY)/.installed ## training and evaluation on Ray, sweeps, and the router in Ray Serve (needs unshare)
 	unshare -n bash -c 'ip link set lo up && exec $(RAY)/bin/python -m pytest -m ray tests/ray -p no:unraisableexception'
+
+test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take over on emulated servers (four minutes)
+	$(PYTEST) -m loop tests/test_loop.py
 
 test-browser: $(STAMP) ## the report and the status page in headless Chromium: desktop and phone, light and dark
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

@@ -13,6 +13,7 @@ OPT_IN = {
     "vllm": "needs real vLLM servers: make test-vllm",
     "vidur": "needs the vidur package: make test-vidur",
     "ray": "needs Ray in a network namespace of its own: make test-ray",
+    "loop": "takes minutes of load: make test-loop",
     "soak": "takes minutes of load: make test-soak",
 }
 

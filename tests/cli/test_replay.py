@@ -54,6 +54,8 @@ def test_a_table_has_no_fidelity(run, run_json, log):
     [
         (("--replicas", "2,x"), "whole numbers with commas"),
         (("--replicas", "0"), "1 to 1024 replicas"),
+        (("--overhead-ms", "1,2,3"), "one time in ms, or 2"),
+        (("--overhead-ms", "much"), "one time in ms, or 2"),
         (("-p", "nobody"), "nobody"),
         (("--plot", "p.bmp"), ".png or .svg or .pdf"),
     ],

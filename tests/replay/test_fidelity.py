@@ -44,6 +44,23 @@ def test_shared_prefixes_are_simulated_too(tmp_path):
         assert a.correlation > 0.95
 
 
+def test_overhead_of_requests_is_added(tmp_path):
+    logged(tmp_path, overhead_s=0.03)
+    log = recorded.read(tmp_path)
+    without, with_it = (fidelity(log, CLUSTER, overhead_ms=ms) for ms in ((0.0,), (30.0, 30.0)))
+    for plain, added in zip(without.latencies, with_it.latencies, strict=True):
+        assert added.simulated_mean_s == pytest.approx(plain.simulated_mean_s + 0.03)
+    assert without.latencies[0].mean_error < -0.05
+    assert abs(with_it.latencies[0].mean_error) < 0.01
+    plain, added = (
+        what_if(log.table, CLUSTER, ["load_aware"], [3], overhead_ms=ms, jobs=1)[0].summary
+        for ms in ((0.0,), (30.0, 60.0))
+    )
+    later_s = added.e2e_s.mean - plain.e2e_s.mean
+    assert 0.03 < later_s < 0.06
+    assert added.ttft_s.mean - plain.ttft_s.mean == pytest.approx(later_s)
+
+
 def test_a_wrong_cluster_shows(tmp_path):
     logged(tmp_path)
     slow = Cluster(replicas=(Replica(speed=0.8), Replica(speed=0.48)))

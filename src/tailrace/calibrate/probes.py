@@ -29,6 +29,12 @@ CONTEXTS = (
     *((1, 3900), (1, 7800), (4, 1900), (4, 3900), (8, 1900), (8, 3900), (8, 7800), (16, 3900)),
     *((32, 1900), (64, 960)),
 )
+#: Batch size and prompt of the probes to begin with, prefills and decodes.
+OUTLINE = frozenset(
+    {(1, size) for size in (24, 72, 120, 168, 248, 344, 488, 704, 960, 1920, 7800)}
+    | {(batch, SHORT_PROMPT) for batch in (1, 4, 16, 32, 64, 128)}
+    | {(4, 1900), (8, 1900), (8, 3900)}
+)
 #: Iterations a decode probe is to measure; with much context they are cheap beside the prompts.
 WINDOW, LONG_WINDOW = 24, 48
 LEAST_WINDOW = 4
@@ -111,6 +117,12 @@ class Sample:
     cached: float
     context: float
     """K of a mean iteration."""
+
+
+def outline(probes: Sequence[Probe]) -> tuple[list[Probe], list[Probe]]:
+    """Split probes into a few that show every coefficient roughly, and the others."""
+    few = [probe for probe in probes if (probe.batch, probe.prompt) in OUTLINE]
+    return few, [probe for probe in probes if probe not in few]
 
 
 def prefill_probes(most_tokens: int) -> list[Probe]:

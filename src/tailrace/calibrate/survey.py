@@ -92,10 +92,15 @@ class _Surveyor:
                 raise TailraceError(f"the server answered {warm} with: {failed[0]}")
         self._start_s = self._endpoint.now()
         limits = self._limits
-        await self._first(p.prefill_probes(limits.prompt - 1))
+        # A few of each kind first: in a short time every coefficient has to show, or a batch or a
+        # context larger than any that was measured is off by a multiple.
+        few, other = p.outline(p.prefill_probes(limits.prompt - 1))
+        await self._first(few)
         budget, source = self._token_budget()
         decodes = p.decode_probes(limits.batch, limits.prompt, limits.context, budget)
-        await self._first(sorted(decodes, key=lambda probe: probe.tokens + 64 * probe.batch))
+        few, others = p.outline(sorted(decodes, key=lambda probe: probe.tokens + 64 * probe.batch))
+        for probes in (few, other, others):
+            await self._first(probes)
         await self._again()
         budget, source = self._token_budget()
         self._progress(1.0)

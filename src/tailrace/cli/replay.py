@@ -45,6 +45,11 @@ def _router_options(function: Any) -> Any:
     help="Numbers of replicas to try: the first of the cluster, or all and the same again. "
     "[default: those of the cluster]",
 )  # fmt: skip
+@click.option(
+    "--overhead-ms", metavar="MS,...", cls=SectionOption,
+    help="What a request takes beside its iterations, as `calibrate` reports it: one figure, or "
+    "one for each replica. [default: 0]",
+)  # fmt: skip
 @_router_options
 @click.option(
     "--seed", type=SEED, default=0, show_default=True, cls=SectionOption, help="Seed of ties."
@@ -61,6 +66,7 @@ def command(
     traffic: Path,
     policies: tuple[str, ...],
     replicas: str | None,
+    overhead_ms: str | None,
     seed: int,
     jobs: int | None,
     warmup: float,
@@ -90,11 +96,12 @@ def command(
     scenario = take_scenario(settings | {"scenario": None, "assignments": ()})
     cluster = scenario.cluster
     sizes = _sizes(replicas, cluster.size)
+    overhead = _overhead(overhead_ms, cluster.size)
     found = before = None
     if logs.is_recorded(traffic):
         log = logs.read(traffic)
         table = log.table
-        found = fidelity(log, cluster, scenario.engine)
+        found = fidelity(log, cluster, scenario.engine, overhead_ms=overhead)
         name = f"{RECORDED}: {', '.join(log.policies)}"
         before = (name, log.replicas, summarise(log.result(), warmup))
     else:
@@ -107,7 +114,7 @@ def command(
     with console.own_output(), console.progress("simulating", total, enabled=show) as update:
         outcomes = what_if(
             table, cluster, policies, sizes, router=scenario.router, engine=scenario.engine,
-            seed=seed, warmup_fraction=warmup, jobs=jobs, progress=update,
+            seed=seed, warmup_fraction=warmup, overhead_ms=overhead, jobs=jobs, progress=update,
         )  # fmt: skip
     if plot is not None:
         plot_replay(outcomes, found, plot)
@@ -145,3 +152,16 @@ def _sizes(text: str | None, default: int) -> list[int]:
         raise TailraceError(
             f"--replicas takes whole numbers with commas between them, got '{text}'"
         ) from None
+
+
+def _overhead(text: str | None, size: int) -> list[float]:
+    """Read the overhead of requests in ms, one figure or one for each of ``size`` replicas."""
+    try:
+        found = [0.0] if text is None else [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) not in (1, size) or not all(0 <= ms < 1e6 for ms in found):
+        raise TailraceError(
+            f"--overhead-ms takes one time in ms, or {size} with commas between them, got '{text}'"
+        )
+    return found

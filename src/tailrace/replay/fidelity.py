@@ -5,7 +5,8 @@ put to the test: cost model, capacity and prefix cache. Times count from the sen
 the router is no replica's doing.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,8 +70,17 @@ class Fidelity:
     simulated_s: dict[str, Floats]
 
 
-def fidelity(recorded: Recorded, cluster: Cluster, engine: Engine | None = None) -> Fidelity:
-    """Simulate a log on its own replicas and compare; ``cluster`` is in the order of the log's."""
+def fidelity(
+    recorded: Recorded,
+    cluster: Cluster,
+    engine: Engine | None = None,
+    *,
+    overhead_ms: Sequence[float] = (0.0,),
+) -> Fidelity:
+    """Simulate a log on its own replicas and compare; ``cluster`` is in the order of the log's.
+
+    ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all.
+    """
     if cluster.size < recorded.replicas:
         raise TailraceError(
             f"the log names {recorded.replicas} replicas and the cluster file has {cluster.size}: "
@@ -78,7 +88,7 @@ def fidelity(recorded: Recorded, cluster: Cluster, engine: Engine | None = None)
         )
     rows = recorded.by_sending()
     result = _resent(recorded, rows, cluster, engine or Engine())
-    done, before = result.requests, recorded.outcomes[rows]
+    done, before = with_overhead(result, overhead_ms).requests, recorded.outcomes[rows]
     streamed = ~before["is_estimated"]
     pairs = {
         "TTFT": (before["first_s"] - before["sent_s"], done["first_token_s"] - done["arrived_s"],
@@ -100,6 +110,21 @@ def fidelity(recorded: Recorded, cluster: Cluster, engine: Engine | None = None)
     )
     hits = float(done["cached_tokens"].sum() / prompt.sum())
     return Fidelity(tuple(latencies), real_hits, hits, was, now)
+
+
+def with_overhead(result: SimResult, overhead_ms: Sequence[float]) -> SimResult:
+    """Return a simulation whose answers all come later by what a request takes beside iterations.
+
+    ``overhead_ms`` is repeated over the replicas. It is network, HTTP and tokenising: done before
+    the first token, and by nobody whom other requests wait for.
+    """
+    if not any(overhead_ms):
+        return result
+    done = result.requests.copy()
+    replica = np.maximum(done["replica"], 0) % len(overhead_ms)
+    for name in ("first_token_s", "finished_s"):
+        done[name] += 1e-3 * np.asarray(overhead_ms)[replica]
+    return replace(result, requests=done)
 
 
 def agreement(name: str, recorded_s: Floats, simulated_s: Floats) -> Agreement:

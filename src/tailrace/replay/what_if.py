@@ -11,6 +11,7 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.metrics import Summary, summarise
 from tailrace.evaluate.runner import policy_for
 from tailrace.parallel import Crew
+from tailrace.replay.fidelity import with_overhead
 from tailrace.sim.simulator import simulate
 from tailrace.workload.table import RequestTable
 
@@ -33,6 +34,7 @@ class _Task:
     engine: Engine
     seed: int
     warmup: float
+    overhead_ms: tuple[float, ...]
 
 
 def resized(cluster: Cluster, size: int) -> Cluster:
@@ -60,11 +62,13 @@ def what_if(
     engine: Engine | None = None,
     seed: int = 0,
     warmup_fraction: float = 0.0,
+    overhead_ms: Sequence[float] = (0.0,),
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> list[Outcome]:
     """Simulate a table under each policy with each number of replicas, the cheapest policy first.
 
+    ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all.
     ``progress`` is told how many runs are done.
     """
     router, engine = router or Router(), engine or Engine()
@@ -74,7 +78,11 @@ def what_if(
     for some in clusters.values():
         for policy in wanted:
             policy_for(Scenario(cluster=some, router=router, engine=engine), policy)
-            tasks.append(_Task(some, table, policy, router, engine, seed, warmup_fraction))
+            tasks.append(
+                _Task(
+                    some, table, policy, router, engine, seed, warmup_fraction, tuple(overhead_ms)
+                )
+            )
     found: dict[tuple[int, str], Summary] = {}
     with Crew(jobs) as crew:
         for done, (task, summary) in enumerate(crew.run(_run, tasks), start=1):
@@ -98,4 +106,4 @@ def _run(task: _Task) -> Summary:
         engine=task.engine,
         seed=task.seed,
     )
-    return summarise(result, task.warmup)
+    return summarise(with_overhead(result, task.overhead_ms), task.warmup)

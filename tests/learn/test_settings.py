@@ -56,6 +56,8 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         (demonstrations(teachers={"random": -1}), "share of teacher random must not be negative"),
         (demonstrations(teachers={"random": 0}), "all teachers have share 0"),
         (demonstrations(best_teacher=True), "best_teacher needs several"),
+        (demonstrations(teachers={"start": 1}), "but start names none"),
+        ({"start": "tailrace"} | demonstrations(rounds=1), "make `start` one of the teachers"),
         (demonstrations(load_factors=[2, 1]), "load_factors must rise"),
         (demonstrations(epsilon=1.5), "demonstrations.epsilon: .*less than or equal to 1"),
         ({"evaluation": {"rules": []}}, "at least one rule to compare with"),

@@ -223,3 +223,21 @@ def test_imitation_fades_and_weighs(tmp_path, monkeypatch):
     other.mkdir()
     train(other)
     assert weights == [(0.0, 0)] * 2
+
+
+# ---- cloning from a trained policy --------------------------------------------------------------
+
+
+def test_a_policy_taught_by_itself_and_others_keeps_its_norms_and_can_be_resumed(tmp_path):
+    train(tmp_path)
+    start = tmp_path / "run" / "last.tailrace"
+    lessons = {"teachers": {"start": 1.0, "lmetric": 1.0}, "best_teacher": True}
+    given = settings(tmp_path, {"start": str(start), "demonstrations": lessons})
+    Trainer(tmp_path / "taught", given, 1).run()
+    old, new = (checkpoint.load(p) for p in (start, tmp_path / "taught" / "last.tailrace"))
+    assert (old.tensors["replica_norm.mean"] == new.tensors["replica_norm.mean"]).all()
+    assert (old.tensors["actor.hidden.weight"] != new.tensors["actor.hidden.weight"]).any()
+    with pytest.raises(Stopped):
+        Trainer(tmp_path / "stopped", given, 1, StopAfter(1)).run()
+    Trainer(tmp_path / "stopped", None, 1).run()
+    assert changed(content(tmp_path / "stopped"), content(tmp_path / "taught")) == []

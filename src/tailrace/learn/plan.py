@@ -11,6 +11,7 @@ from tailrace.errors import TailraceError
 from tailrace.learn.distribution import Distribution
 from tailrace.learn.settings import (
     FIRST_VALIDATION_SEED,
+    START,
     Stage,
     TrainSettings,
     training_seed,
@@ -121,7 +122,7 @@ class Plan:
         d = self.settings.demonstrations
         requests = d.warmup + d.decisions + 1
         names = [name for name, share in d.teachers.items() if share > 0]
-        teachers = [Driver.of(name) for name in names]
+        teachers = [Driver.of(self.settings.start if n == START else n) for n in names]
         shares = np.array([d.teachers[name] for name in names])
         tasks = []
         for world in self.worlds(round_ * d.worlds, d.worlds, requests, stage):

@@ -25,6 +25,8 @@ SEEDS_PER_RUN = 1_000_000
 MAX_RUNS = FIRST_VALIDATION_SEED // SEEDS_PER_RUN
 #: Roll-out tasks per update, whatever the number of processes: the worlds follow from it.
 ROLLOUT_TASKS = 2
+#: Name of a teacher: the policy the run starts from.
+START = "start"
 
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 Weight = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
@@ -37,7 +39,8 @@ class DemonstrationSettings(Settings):
     rounds: int = Field(default=3, ge=0, le=10_000)
     """Rounds of collecting labels and fitting to all of them; 0: start from random weights."""
     teachers: dict[str, float] = Field(default={"lookahead": 1.0}, min_length=1)
-    """Policies of the package to learn from, and the share of worlds each one labels."""
+    """Policies of the package to learn from, and the share of worlds each one labels; `start` is
+    the policy the run starts from."""
     best_teacher: bool = False
     """Instead of by shares, each world is labelled by the teacher that does best in it."""
     worlds: Count = 20
@@ -67,7 +70,7 @@ class DemonstrationSettings(Settings):
 
     @model_validator(mode="after")
     def _teachers_known(self) -> Self:
-        known = [*(rule.name for rule in registry.rules()), *shipped.LEARNING]
+        known = [*(rule.name for rule in registry.rules()), *shipped.LEARNING, START]
         for name, weight in self.teachers.items():
             if name not in known:
                 raise ValueError(str(unknown_name("teacher", name, known)))
@@ -238,6 +241,14 @@ class TrainSettings(Settings):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         share = 0.0 if self.randomise is None else self.randomise.share
+        taught_by_start = self.demonstrations.teachers.get(START, 0) > 0
+        if taught_by_start and not self.start:
+            raise ValueError("a teacher is the policy to start from, but start names none")
+        if self.start and self.demonstrations.rounds and not taught_by_start:
+            raise ValueError(
+                "cloning would make a started policy forget what it knows: make `start` one of the "
+                "teachers, or set demonstrations.rounds=0"
+            )
         if not self.scenarios and self.randomise is None:
             raise ValueError("there is nothing to train on: give scenarios, or randomise, or both")
         if self.scenarios and share == 1:

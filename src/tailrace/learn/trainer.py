@@ -201,7 +201,7 @@ class Trainer:
         if round_ and not self._demonstrations:
             self._collect_again(round_)
         new = self._collect(round_)
-        if round_ == 0:
+        if round_ == 0 and not self.settings.start:
             for samples in grouped(new):
                 self.network.update_norms(
                     torch.from_numpy(samples.replica_obs),
@@ -224,11 +224,12 @@ class Trainer:
         return {"loss": loss, "imitation_loss": loss, "samples": float(sum(map(len, new)))}
 
     def _collect(self, round_: int, driver: Network | None = None) -> list[Samples]:
-        """Collect the demonstrations of a round; the teacher drives in the first."""
+        """Collect the demonstrations of a round; the teacher drives until there is a student."""
         self.watcher.phase("demonstrations")
         network = driver or self.network
         packed = pack(network.config, network.tensors())
-        tasks = self.plan.label_tasks(round_, packed, round_ > 0, self.curriculum.first)
+        student_drives = round_ > 0 or bool(self.settings.start)
+        tasks = self.plan.label_tasks(round_, packed, student_drives, self.curriculum.first)
         return gather(self.workers, label, tasks, self.watcher.tasks)
 
     def _collect_again(self, rounds: int) -> None:
@@ -236,7 +237,9 @@ class Trainer:
         parts: list[Samples] = []
         for round_ in range(rounds):
             past = Network(self.network.config, self.network.features, self.network.globals_)
-            if round_:
+            if not round_ and self.settings.start:
+                past.load_tensors(_start(self.settings).tensors)
+            elif round_:
                 path = self.folder.checkpoint_of(round_ - 1)
                 past.load_tensors(checkpoint.read(path)[1])
             parts += self._collect(round_, past)
@@ -387,9 +390,5 @@ def _start(settings: TrainSettings) -> LearnedPolicy:
         raise TailraceError(
             f"training can start from a trained policy only, and {settings.start} is none; "
             "name `tailrace` or a .tailrace file"
-        )
-    if settings.demonstrations.rounds:
-        raise TailraceError(
-            "cloning would make a started policy forget what it knows: set demonstrations.rounds=0"
         )
     return policy

@@ -19,7 +19,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
+.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -101,6 +101,9 @@ test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take
 test-browser: $(STAMP) ## the report and the status page in headless Chromium: desktop and phone, light and dark
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(PYTEST) -m browser tests/report tests/router
+
+test-soak: $(STAMP) ## minutes of load and faults: a replica killed ten times, ten thousand malformed requests
+	$(PYTEST) -m soak tests/router
 
 coverage: $(STAMP) ## coverage of the whole suite: once compiled, once interpreted
 	$(PYTEST) -n $(WORKERS) --cov --cov-report=

@@ -27,15 +27,19 @@ _HEADERS = frozenset((*_SESSION_HEADERS, b"x-priority", b"x-slo-ttft-ms"))
 #: What most bodies do not have.
 _RARE = frozenset((*_SESSION_FIELDS, "priority", "cache_salt"))
 _MAX_PRIORITY = 2**31 - 1
+_new = object.__new__
 
 
 class BadRequest(TailraceError):  # noqa: N818
     """The client's body cannot be read; it deserves status 400 and this sentence."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Asked:
-    """What is known of a request before it is routed. ``text`` is never kept or logged."""
+    """What is known of a request before it is routed. ``text`` is never kept or logged.
+
+    No slots: what a request does not say is read from the class, and costs nothing to set.
+    """
 
     kind: str
     """chat, completion, embedding, response or other."""
@@ -92,7 +96,8 @@ def read_asked(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
 
 def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
     """The same for a path whose kind is known."""
-    asked = Asked(kind)
+    asked = _new(Asked)
+    asked.kind = kind
     if kind != "other" or body[:1] == b"{":
         try:
             data = orjson.loads(body)
@@ -143,7 +148,8 @@ def _read_body(asked: Asked, data: dict[str, Any]) -> None:
     model = data.get("model")
     if type(model) is str:
         asked.model = model
-    asked.streams = data.get("stream") is True
+    if data.get("stream") is True:
+        asked.streams = True
     for field in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         if field in data:
             most = _whole(data[field], 0, 2**31 - 1)

@@ -23,6 +23,8 @@ BLOCK_UNITS = BLOCK_BYTES // UNIT_BYTES
 _HASHED_BLOCKS = PREFIX_HASH_TOKENS // BLOCK_UNITS
 
 _hash = xxhash.xxh3_64_intdigest
+_empty, _frombuffer, _tuple = np.empty, np.frombuffer, tuple.__new__
+_U1, _I4, _U8 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.uint64)
 
 
 class Runs(NamedTuple):
@@ -52,23 +54,22 @@ def text_runs(data: bytes, root: int, answer: tuple[int, int] | None = None) -> 
     if size == 0:
         return private_runs(root, 1)
     count = -(-size // BLOCK_BYTES)
-    keys = np.empty(count + 1, np.uint64)
-    units = np.empty(count + 1, np.int32)
+    keys = _empty(count + 1, _U8)
+    units = _empty(count + 1, _I4)
     keys[count] = root
     start, end = answer if answer is not None else (0, 0)
-    branch_at = chain(
-        np.frombuffer(data, np.uint8), BLOCK_BYTES, UNIT_BYTES, start, end, keys, units
-    )
-    return Runs(
-        keys,
-        units,
-        -(-size // UNIT_BYTES),
-        branch_at,
-        keys.item(min(_HASHED_BLOCKS, count) - 1),
-        keys.item(count - 1),
-        keys.item(count),
-        size // BLOCK_BYTES,
-    )
+    branch_at = chain(_frombuffer(data, _U1), BLOCK_BYTES, UNIT_BYTES, start, end, keys, units)
+    item = keys.item
+    end_key = item(count - 1)
+    prefix_hash = end_key if count <= _HASHED_BLOCKS else item(_HASHED_BLOCKS - 1)
+    # As Runs(...) in the order of its fields, in half the time.
+    return _tuple(
+        Runs,
+        (
+            keys, units, -(-size // UNIT_BYTES), branch_at, prefix_hash, end_key, item(count),
+            size // BLOCK_BYTES,
+        ),
+    )  # fmt: skip
 
 
 def token_runs(ids: list[int], root: int) -> Runs:

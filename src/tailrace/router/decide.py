@@ -241,14 +241,15 @@ class Chooser:
                 fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
                 books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.caching,
                 fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
-                fleet.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
+                fleet.counter.units_per_token, fleet.prior_output_tokens,
+                _most_output(arrival.asked),
             )  # fmt: skip
             return
         index = fleet.index
         k.show(
             fleet.request, fleet.replicas, fleet.routers, index.entries, index.slots, index.totals,
             fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
-            fleet.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
+            fleet.counter.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
         )  # fmt: skip
 
     def _judge(self, seat: _Seat, cause: int) -> None:
@@ -269,8 +270,9 @@ class Chooser:
                 fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
                 books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.costs,
                 fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
-                fleet.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
-                seat.row, seat.code, seat.params, seat.lowest_id_wins, fallback.rule.code,
+                fleet.counter.units_per_token, fleet.prior_output_tokens,
+                _most_output(arrival.asked), seat.row, seat.code, seat.params, seat.lowest_id_wins,
+                fallback.rule.code,
                 fallback.params, fallback.lowest_id_wins, seat.bounds, seat.guard_ratio,
                 self.settings.guard_s, self._scores, self._whole, self._figures,
             )  # fmt: skip
@@ -279,7 +281,7 @@ class Chooser:
         k.decide(
             fleet.request, fleet.replicas, fleet.costs, fleet.routers, index.entries, index.slots,
             index.totals, fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at,
-            runs.total, fleet.units_per_token, fleet.prior_output_tokens,
+            runs.total, fleet.counter.units_per_token, fleet.prior_output_tokens,
             _most_output(arrival.asked), seat.row, seat.code, seat.params, seat.lowest_id_wins,
             fallback.rule.code, fallback.params, fallback.lowest_id_wins, seat.bounds,
             seat.guard_ratio, self.settings.guard_s, self._scores, self._whole, self._figures,

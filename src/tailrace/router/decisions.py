@@ -12,7 +12,6 @@ only one of them can run at a time.) A full disk or a missing folder costs lines
 and never a request.
 """
 
-import base64
 import contextlib
 import gzip
 import hashlib
@@ -21,6 +20,7 @@ import secrets
 import shutil
 import threading
 import time
+from binascii import b2a_base64
 from collections import deque
 from pathlib import Path
 from typing import IO, Any
@@ -104,6 +104,7 @@ class DecisionLog:
         self._boot = secrets.token_hex(4)
         digest = hashlib.blake2b(b"content", digest_size=16, key=salt).digest()
         self._content_key = np.frombuffer(digest, np.uint64)
+        self._hashed = np.empty(64, np.uint64)
         self._lines: deque[bytes] = deque()
         self._pending = 0  # bytes put in by the event loop ...
         self._taken = 0  # ... and taken out by the thread
@@ -280,16 +281,18 @@ class DecisionLog:
         }
         if self.settings.content:
             runs = arrival.runs
-            hashed = np.empty_like(runs.keys)
-            keyed(runs.keys, self._content_key, hashed)
-            data = hashed.tobytes()
+            count = runs.keys.size
+            if count > self._hashed.size:
+                self._hashed = np.empty(2 * count, np.uint64)
+            keyed(runs.keys, self._content_key, self._hashed)
+            data = self._hashed[:count].tobytes()
             record["end"] = data[-16:-8].hex()
             if runs.branch_key:
                 record["continues"] = data[-8:].hex()
             # The last run is not whole and says nothing that "end" does not say.
             record["block_units"] = BLOCK_UNITS
             record["units"] = runs.total
-            record["blocks"] = base64.b64encode(data[: 8 * runs.whole]).decode()
+            record["blocks"] = b2a_base64(data[: 8 * runs.whole], newline=False).decode()
         return record
 
     def _session(self, flight: Flight) -> str | None:

@@ -24,7 +24,7 @@ from tailrace.policy.view import REPLICA_VIEW, REQUEST_VIEW, ROUTER
 from tailrace.router import kernels
 from tailrace.router.asked import Asked
 from tailrace.router.books import ROUTER_ROWS, Seat, index_entries
-from tailrace.router.content import UNIT_BYTES, private_runs, root_of, text_runs, token_runs
+from tailrace.router.content import private_runs, root_of, text_runs, token_runs
 from tailrace.router.eviction import evict_until
 from tailrace.router.flight import OLDEST, WIDTH, Arrival, Decision, Flight
 from tailrace.router.sessions import Sessions, SharedSessions
@@ -129,7 +129,7 @@ class Fleet:
     @property
     def units_per_token(self) -> float:
         """Units of content per token, as calibrated so far."""
-        return self.counter.bytes_per_token() / UNIT_BYTES
+        return self.counter.units_per_token
 
     def add(self, backend: BackendSettings) -> int:
         """Add a replica at run time; return its number. Numbers of others never change."""

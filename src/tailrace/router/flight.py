@@ -112,7 +112,7 @@ class Flight:
         self.used_at, self.answer_tokens = kernels.opened(
             fleet.replicas, fleet.routers, index.entries, index.slots, index.totals, replica, now,
             self.prompt_tokens, self.cached, self.predicted, runs.keys, runs.units, runs.branch_at,
-            runs.total, fleet.caching, fleet.units_per_token,
+            runs.total, fleet.caching, fleet.counter.units_per_token,
         )  # fmt: skip
         waiting = fleet.waiting[replica]
         if not waiting:
@@ -227,7 +227,7 @@ class Flight:
             fleet.request, fleet.replicas, fleet.costs, fleet.routers, index.entries, index.slots,
             index.totals, self.replica, now, self.prompt_tokens, self.cached, self.predicted,
             self.sent_at, int(self.answering), self.streamed, output, runs.keys, runs.units,
-            fleet.caching, fleet.units_per_token,
+            fleet.caching, fleet.counter.units_per_token,
         )  # fmt: skip
         fleet.left_queue(self.replica, self.serial)
         return float(each_s)

@@ -134,7 +134,10 @@ def _round(a, b, c, d):
 
 @jit
 def keyed(keys, secret, out):
-    """SipHash-2-4 of each of ``keys`` uint64 [n] as eight bytes, under ``secret`` uint64 [2]."""
+    """SipHash-2-4 of each of ``keys`` uint64 [n] as eight bytes, under ``secret`` uint64 [2].
+
+    ``out`` uint64 has room for at least as many.
+    """
     end = _8 << _U(56)
     for k in range(keys.size):
         a = secret[0] ^ _U(0x736F6D6570736575)

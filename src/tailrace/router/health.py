@@ -44,7 +44,11 @@ class Breaker:
         """A request, or a probe, was answered."""
         self._in_a_row = 0
         if self.state == CLOSED:
-            self._count(now, failed=False)
+            window = self._window
+            if window and window[-1][0] == int(now):
+                window[-1][1] += 1  # as most of the time
+            else:
+                self._count(now, failed=False)
         elif self.state == HALF_OPEN:
             self._trials += 1
             if self._trials >= self._settings.trials:
@@ -165,9 +169,10 @@ class Health:
 
     def success(self, now: float) -> None:
         """A request was answered."""
-        before = self.breaker.state
-        self.breaker.success(now)
-        if self.breaker.state != before:
+        breaker = self.breaker
+        before = breaker.state
+        breaker.success(now)
+        if breaker.state != before:
             self.changed()
 
     def failure(self, now: float, why: str, *, may_open: bool = True, died: bool = False) -> None:

@@ -5,7 +5,6 @@ to the parser alone, and the bytes behind it are measured there.
 """
 
 from collections.abc import Iterable
-from copy import copy
 
 import httptools
 
@@ -164,6 +163,8 @@ def _check_target(request: RequestHead) -> None:
 
 def content_length(value: bytes) -> int:
     """Read a Content-Length, digits only."""
+    if value.isdigit() and len(value) <= 18:
+        return int(value)
     digits = value.strip(b" \t")
     if not digits.isdigit() or len(digits) > 18:
         raise RefusedError(400, "Content-Length is no number")
@@ -241,9 +242,13 @@ class ResponseHead:
 
     def of_length(self, length: int) -> "ResponseHead":
         """Return the same head of an answer of another length."""
-        self.passed()
-        other = copy(self)
+        other = ResponseHead.__new__(ResponseHead)
+        other.status, other.reason = self.status, self.reason
+        other.headers, other.lower = self.headers, self.lower
+        other.keep_alive, other.http10 = self.keep_alive, self.http10
         other.framing = Framing("length", length)
+        other.content_type = self.content_type
+        other._passed = self.passed()
         return other
 
     def passed(self) -> bytes:

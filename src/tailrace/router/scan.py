@@ -15,6 +15,8 @@ MAX_LINE_BYTES = 262_144
 #: Objects that figures may hold (details of prompt and output).
 MAX_INNER_OBJECTS = 8
 _USAGE = b'"usage"'
+_USAGE_OPEN = b'"usage":{'
+_USAGE_OPEN_BYTES = len(_USAGE_OPEN)
 
 
 class Usage(NamedTuple):
@@ -153,6 +155,17 @@ def find_usage(text: bytes) -> Usage | None:
     of usage is not taken for it.
     """
     at = text.rfind(_USAGE)
+    if at < 0:
+        return None
+    start = at + _USAGE_OPEN_BYTES
+    if text.startswith(_USAGE_OPEN, at):
+        # As servers write it: no blanks, and usually nothing but numbers in it.
+        end = text.find(b"}", start) + 1
+        if end and text.find(b"{", start, end) < 0:
+            try:
+                return _figures(orjson.loads(text[start - 1 : end]))
+            except orjson.JSONDecodeError:
+                pass
     while at >= 0:
         start = at + len(_USAGE)
         while start < len(text) and text[start] in b" \t\r\n:":
@@ -183,13 +196,13 @@ def _object(text: bytes, start: int) -> dict[str, Any] | None:
 
 
 def _figures(found: dict[str, Any]) -> Usage:
-    prompt = found.get("prompt_tokens")
-    output = found.get("completion_tokens")
-    details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+    get = found.get
+    prompt, output = get("prompt_tokens"), get("completion_tokens")
+    details = get("prompt_tokens_details") or get("input_tokens_details")
     if prompt is None:
-        prompt = found.get("input_tokens")
+        prompt = get("input_tokens")
     if output is None:
-        output = found.get("output_tokens")
+        output = get("output_tokens")
     cached = details.get("cached_tokens") if type(details) is dict else None
     return Usage(_count(prompt), _count(output), None if cached is None else _count(cached))
 

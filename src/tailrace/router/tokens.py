@@ -15,6 +15,7 @@ import orjson
 
 from tailrace.errors import TailraceError
 from tailrace.router.asked import Asked
+from tailrace.router.content import UNIT_BYTES
 
 IDS, SERVER, LOCAL, ESTIMATED, USAGE = "ids", "server", "local", "estimated", "usage"
 
@@ -48,6 +49,8 @@ class TokenCounter:
         """Take a local ``tokenizer.json`` if there is one; it needs the package ``tokenizers``."""
         self._models: dict[str, _Seen] = {}
         self._all = _Seen()
+        self.units_per_token = BYTES_PER_TOKEN / UNIT_BYTES
+        """Units of content per token, over all models."""
         self._tokenizer = _load(tokenizer) if tokenizer is not None else None
 
     def count(self, asked: Asked, size: int) -> tuple[int, str]:
@@ -76,6 +79,7 @@ class TokenCounter:
             part.size = part.size * _KEEP + size
             part.tokens = part.tokens * _KEEP + tokens
             part.prompts += 1
+        self.units_per_token = self._all.size / self._all.tokens / UNIT_BYTES
 
     def prompts_seen(self, model: str | None = None) -> int:
         """How many prompts the figure of a model rests on; 0: it is only assumed."""

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from tailrace.router.decide import Decision
 
 _CONTROL = bytes(range(32)) + b"\x7f"
+_POLICIES: dict[str, bytes] = {}
 _GOOD = frozenset(("done", "client_gone", "rejected"))
 
 _log = logging.getLogger("tailrace.router")
@@ -24,11 +25,13 @@ def headers(
         return b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n" % (
             request_id, target.label_bytes,
         )  # fmt: skip
+    policy = _POLICIES.get(decision.policy)
+    if policy is None:  # there are no more than the settings name
+        policy = _POLICIES[decision.policy] = _header_value(decision.policy)
     return (
         b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n"
         b"x-tailrace-policy: %b\r\nx-tailrace-reason: %b\r\n"
-    ) % (request_id, target.label_bytes, _header_value(decision.policy),
-         _header_value(decision.reason))  # fmt: skip
+    ) % (request_id, target.label_bytes, policy, _header_value(decision.reason))
 
 
 def _header_value(text: str) -> bytes:

@@ -2,10 +2,24 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import orjson
 import pytest
 
+from router.conftest import (
+    SSE_HEAD,
+    Script,
+    Seen,
+    World,
+    chunked,
+    event,
+    post,
+    raw,
+    reply,
+    run,
+    world,
+)
 from tailrace.errors import TailraceError
 from tailrace.router.asked import Asked
 from tailrace.router.tokens import TokenCounter, ask_server, tokenize_body
@@ -14,8 +28,18 @@ from tailrace.router.tokens import TokenCounter, ask_server, tokenize_body
 def test_ids_are_counted_and_text_is_estimated() -> None:
     counter = TokenCounter()
     assert counter.count(Asked("completion", token_ids=[1, 2, 3]), 0) == (3, "ids")
-    assert counter.count(Asked("completion", text="x" * 400), 400) == (100, "estimated")
-    assert counter.count(Asked("completion", text=""), 0) == (1, "estimated")
+    assert counter.count(Asked("completion", text="x" * 400), 400) == (100, "assumed")
+    assert counter.count(Asked("completion", text=""), 0) == (1, "assumed")
+    counter.learn("m", 400, 100)
+    assert counter.count(Asked("completion", "m", text="x" * 400), 400) == (100, "estimated")
+    assert counter.used == {"ids": 1, "assumed": 2, "estimated": 1}
+    assert counter.learned == {"usage": 1}
+
+
+def test_a_local_tokenizer_must_be_given_if_it_is_wanted() -> None:
+    with pytest.raises(TailraceError, match="no tokenizer"):
+        TokenCounter(None, "local")
+    TokenCounter(Path("/nowhere"), "estimate")  # and is not needed if it is not
 
 
 def test_the_estimate_follows_the_servers_figures_by_model() -> None:
@@ -101,3 +125,84 @@ def test_a_server_that_fails() -> None:
 @pytest.mark.parametrize("body", [b"", b"[]", b"{}", b'{"prompt": ["a", "b"]}', b'{"prompt": [1]}'])
 def test_no_question_without_one_text(body: bytes) -> None:
     assert tokenize_body("completion", body) is None
+
+
+# ---- asked beside the traffic -------------------------------------------------------------------
+
+
+def tokenizing(count: int, status: str = "200 OK") -> Script:
+    """A server whose streams bring no figures, and which counts tokens when asked."""
+    stream = raw(SSE_HEAD + chunked(event("a"), b"data: [DONE]\n\n"))
+    answer = reply(orjson.dumps({"count": count, "tokens": []}), status)
+
+    async def script(seen: Seen, reader: Any, writer: Any) -> None:
+        asked = seen.line.startswith("POST /tokenize")
+        await (answer if asked else stream)(seen, reader, writer)
+
+    return script
+
+
+def questions(w: World) -> list[Any]:
+    """What was put to /tokenize."""
+    return [orjson.loads(s.body) for b in w.backends for s in b.seen if "/tokenize" in s.line]
+
+
+async def settled(w: World) -> None:
+    while w.router.forwarder.asker._tasks:
+        await asyncio.sleep(0)
+
+
+PROMPT = b'{"model":"m","prompt":"%b","stream":true}' % (b"x" * 4000)
+
+
+def test_servers_are_asked_where_answers_say_nothing() -> None:
+    async def test() -> None:
+        async with world(1) as w:
+            w.backends[0].default = tokenizing(2000)
+            counter = w.router.plane.fleet.counter
+            for _ in range(5):
+                assert (await w.ask(post(body=PROMPT))).complete
+                await settled(w)
+            # Once, however many requests there are; then again after a while.
+            assert questions(w) == [{"model": "m", "prompt": "x" * 4000}]
+            assert counter.learned == {"tokenize": 1}
+            assert counter.bytes_per_token("m") < 2.5
+            assert counter.used == {"assumed": 1, "estimated": 4}
+            w.clock.ahead_s += 11
+            w.router.sweep(w.clock())
+            await w.ask(post(body=PROMPT))
+            await settled(w)
+            assert len(questions(w)) == 2
+            w.assert_quiet()
+
+    run(test())
+
+
+@pytest.mark.parametrize("how", ["usage", "estimate", "media", "failed", "long"])
+def test_servers_are_not_asked_in_vain(how: str) -> None:
+    async def test() -> None:
+        source = "estimate" if how == "estimate" else "auto"
+        async with world(1, tokens={"source": source, "every_s": 0.001}) as w:
+            backend, body = w.backends[0], PROMPT
+            backend.default = tokenizing(9, "404 Not Found")
+            path = "/v1/completions"
+            if how == "usage":
+                usage = b'data: {"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":1}}'
+                stream = chunked(event("a"), usage + b"\n\n", b"data: [DONE]\n\n")
+                backend.default = raw(SSE_HEAD + stream)
+            elif how == "media":
+                path = "/v1/chat/completions"
+                image = {"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}
+                body = orjson.dumps({"model": "m", "messages": [image]})
+            elif how == "long":
+                body = b'{"model":"m","prompt":"%b","stream":true}' % (b"x" * 70_000)
+            for _ in range(4):
+                w.clock.ahead_s += 1
+                w.router.sweep(w.clock())
+                assert (await w.ask(post(path, body))).complete
+                await settled(w)
+            # One that cannot answer is asked once and then left alone.
+            assert len(questions(w)) == (1 if how == "failed" else 0)
+            assert w.router.forwarder.asker.failed == (1 if how == "failed" else 0)
+
+    run(test())

@@ -12,6 +12,7 @@ from tailrace.router.health import Health
 from tailrace.router.scrape import Snapshot
 from tailrace.router.settings import BackendSettings, HealthSettings
 from tailrace.router.telemetry import Telemetry
+from tailrace.router.tokens import TokenCounter, TokenSettings
 
 
 class Clock:
@@ -44,8 +45,9 @@ class Watched:
         views["capacity_tokens"] = 400_000
         self.views, self.held = views, np.zeros(n, [("held_tokens", "i8")])
         fleet = SimpleNamespace(
-            replicas=views, index=SimpleNamespace(totals=self.held), units_per_token=0.5
-        )
+            replicas=views, index=SimpleNamespace(totals=self.held), units_per_token=0.5,
+            counter=TokenCounter(),
+        )  # fmt: skip
         routing = ChooserSettings(policy="tailrace", **routing)
         self.counts = Counter()
         chooser = SimpleNamespace(
@@ -53,7 +55,10 @@ class Watched:
         )
         self.plane = Plane([self._target(i, name) for i, name in enumerate(names)], fleet, chooser)
         self.scraper = SimpleNamespace(snapshots={}, failures={})
-        self.forwarder = SimpleNamespace(queue=[], decision_log=SimpleNamespace(dropped=0))
+        self.settings = SimpleNamespace(tokens=TokenSettings())
+        self.forwarder = SimpleNamespace(
+            queue=[], decision_log=SimpleNamespace(dropped=0), asker=SimpleNamespace(failed=0)
+        )
         self.clients = set()
         self.draining = False
         self.telemetry = Telemetry(self.clock)

@@ -64,7 +64,7 @@ class Router:
         self.started_at = clock()
         self.draining = False
         salt = salt or load_salt(settings.decisions.folder)
-        counter = TokenCounter(settings.tokenizer)
+        counter = TokenCounter(settings.tokenizer, settings.tokens.source)
         fleet = Fleet(settings.backends, clock, counter=counter, salt=salt, seat=seat)
         self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
         self.plane = Plane(settings, fleet, Chooser(fleet, settings.routing))
@@ -204,6 +204,7 @@ class Router:
         if self.forwarder.active:
             _log.warning("cut off", extra={"requests": len(self.forwarder.active)})
         self._abort()
+        self.forwarder.asker.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -239,6 +240,7 @@ class Router:
         self.forwarder.queue.settings = new.admission
         self.forwarder.budget.settings = new.retry
         self.scraper.settings = new.metrics
+        self.forwarder.asker.settings = new.tokens
         _log.info("reloaded", extra={"added": added, "removed": removed})
         self.forwarder.room()
         return {"added": added, "removed": removed}

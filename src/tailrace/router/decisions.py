@@ -263,6 +263,8 @@ class DecisionLog:
             "predicted_ttft_s": decision.ttft_s,
             "prompt_tokens": prompt,
             "prompt_known": known,
+            "prompt_routed": arrival.prompt_tokens,
+            "prompt_routed_by": arrival.how_long,
             "predicted_output": flight.predicted,
             "output_tokens": flight.output_tokens,
             "cached_believed": flight.cached,

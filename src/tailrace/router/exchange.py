@@ -386,11 +386,20 @@ class Exchange:
         flight, target = self.flight, self._target
         self._close_flight(outcome)
         f.telemetry.request_done(flight, status, outcome, self._kind)
+        if outcome == "done" and flight is not None and flight.reported_prompt is None:
+            self._ask_length(flight, target)
         failed = outcome not in ("done", "client_gone", "rejected")
         if f.settings.log.requests or (failed and status != 429 and status >= 500):
             told.log(self.id, self._kind, status, outcome, target, self._attempts, self._failure)
         if len(f.queue):
             f.room()
+
+    def _ask_length(self, flight: "Flight", target: Target | None) -> None:
+        """Nobody has said how long the prompt was: the server may be asked, now that it is over."""
+        f, arrival = self._f, flight.arrival
+        asked = arrival.asked
+        if target is not None and not asked.has_media:
+            f.asker.offer(target, self._kind, asked.model, self._request.body, arrival.size, f.now)
 
     def _extra_headers(self) -> bytes:
         explain = self._f.settings.explain

@@ -63,7 +63,7 @@ class Arrival:
     arrived_at: float
     size: int  #: of the prompt's text, bytes
     prompt_tokens: int
-    how_long: str  #: how the length is known: ids, server, local or estimated
+    how_long: str  #: how the length is known: ids, server, local, estimated or assumed
     runs: Runs
     session: Session | None
     implicit: bool  #: the session was recognised by its content, not by an id

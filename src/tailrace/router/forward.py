@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.router.admission import Queue, RetryBudget
 from tailrace.router.asked import BadRequest, kind_of, read_body
+from tailrace.router.asker import Asker
 from tailrace.router.downstream import Request, error_body
 from tailrace.router.exchange import OVER, Exchange
 from tailrace.router.http import is_request_id
@@ -35,6 +36,7 @@ class Forwarder:
         self.decision_log = decision_log
         self.queue = Queue(settings.admission)
         self.budget = RetryBudget(settings.retry)
+        self.asker = Asker(plane.fleet.counter, settings.tokens)
         self.active: set[Exchange] = set()
         self.now = 0.0
         """Coarse clock, s; set by the sweep."""

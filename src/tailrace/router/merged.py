@@ -96,6 +96,7 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
             for key in ("requests", "fallbacks", "retries", "shed")
         },
         "event_loop_lag_s": max(p["event_loop_lag_s"] for p in parts),
+        "tokens": _tokens([p["tokens"] for p in parts]),
         "canary": _shares(parts, "canary", "decisions", "share_of_decisions", decided),
         "shadow": _shares(parts, "shadow", "disagreements", "share_of_disagreements", None),
         "replicas": _replicas(parts),
@@ -115,6 +116,22 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     }
     del merged["counts"], merged["pid"]
     return merged
+
+
+def _tokens(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put together how lengths were known; bytes per token are the mean over all figures."""
+    weights = [sum(p["figures"].values()) for p in parts]
+    total = sum(weights)
+    mean = sum(w * p["bytes_per_token"] for w, p in zip(weights, parts, strict=True))
+    return {
+        **parts[0],
+        **{
+            key: dict(sum((Counter(p[key]) for p in parts), Counter()))
+            for key in ("prompts", "figures")
+        },
+        "bytes_per_token": mean / total if total else parts[0]["bytes_per_token"],
+        "unanswered": sum(p["unanswered"] for p in parts),
+    }
 
 
 def _shares(

@@ -26,6 +26,7 @@ from tailrace.router.settings import (
     address,
     is_loopback,
 )
+from tailrace.router.tokens import TokenSettings
 from tailrace.scenario import merged
 
 
@@ -46,6 +47,7 @@ class ServeSettings(Settings):
     tokenizer: Path | None = None
     """A tokenizer.json to measure prompts with; default: estimated, and corrected by the servers'
     own figures."""
+    tokens: TokenSettings = TokenSettings()
     admin: AdminSettings = AdminSettings()
     limits: LimitSettings = LimitSettings()
     retry: RetrySettings = RetrySettings()

@@ -70,7 +70,7 @@ class Status:
         router = t.router
         if router is None:
             return {"version": __version__, "state": "starting"}
-        chooser = router.plane.chooser
+        chooser, counter = router.plane.chooser, router.plane.fleet.counter
         outcomes: Counter[str] = Counter()
         for (_, _, outcome, _), n in t.requests.items():
             outcomes[outcome] += n
@@ -102,6 +102,13 @@ class Status:
             "retries": dict(retries),
             "shed": dict(t.sheds),
             "event_loop_lag_s": t.slots.worst_lag_s(WINDOWS["1m"]),
+            "tokens": {
+                "source": router.settings.tokens.source,
+                "prompts": dict(counter.used),
+                "figures": dict(counter.learned),
+                "bytes_per_token": counter.bytes_per_token(),
+                "unanswered": router.forwarder.asker.failed,
+            },
             "canary": self._canary(router),
             "shadow": self._shadow(router),
             "replicas": self._replicas(router, now),

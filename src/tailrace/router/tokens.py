@@ -1,23 +1,29 @@
 """How long a prompt is in tokens, and how that is known.
 
-In the order of preference: token ids in the request; the server's own tokenizer (``/tokenize``,
-a round trip); a local tokenizer file; else bytes divided by the bytes per token that the server's
-usage figures have shown so far for that model.
+In the order of preference: token ids in the request; a local tokenizer file; else bytes divided by
+the bytes per token that the servers have shown so far for that model, in the usage figures of
+answers and, where there are none, when asked (``/tokenize``, see asker.py); else by four.
 """
 
 import importlib
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import Field
 
+from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.router.asked import Asked
 from tailrace.router.content import UNIT_BYTES
 
-IDS, SERVER, LOCAL, ESTIMATED, USAGE = "ids", "server", "local", "estimated", "usage"
+#: How a length is known. Estimated: from bytes, as the servers' figures have shown; assumed: from
+#: bytes alone. Usage: the server has said it, after the decision.
+IDS, SERVER, LOCAL, ESTIMATED, ASSUMED = "ids", "server", "local", "estimated", "assumed"
+USAGE, TOKENIZE = "usage", "tokenize"
 
 #: English text; used until the first usage figure of a model.
 BYTES_PER_TOKEN = 4.0
@@ -29,6 +35,24 @@ _LEAST, _MOST = 0.5, 64.0
 _MAX_MODELS = 1024
 #: A local tokenizer reads no more than this of a prompt and takes the rest to be alike.
 LOCAL_BYTES = 8192
+
+
+class TokenSettings(Settings):
+    """How the length of a prompt is found out."""
+
+    source: str = Field(default="auto", pattern=r"^(auto|local|server|estimate)$")
+    """auto: with `tokenizer` if it is given, else by bytes per token as the servers' figures show,
+    which are asked for where answers bring none; server: the same without `tokenizer`; local: with
+    `tokenizer` only; estimate: by bytes per token from answers alone."""
+    every_s: float = Field(default=10.0, gt=0, le=1e6, allow_inf_nan=False)
+    """Least time between two questions to a server's /tokenize about the same model; no request
+    waits for them."""
+
+    @property
+    def asks(self) -> bool:
+        """Whether servers are asked."""
+        return self.source in ("auto", "server")
+
 
 Post = Callable[[str, bytes], Awaitable[bytes]]
 
@@ -45,8 +69,16 @@ class _Seen:
 class TokenCounter:
     """Prompt lengths by model."""
 
-    def __init__(self, tokenizer: Path | None = None) -> None:
+    def __init__(self, tokenizer: Path | None = None, source: str = "auto") -> None:
         """Take a local ``tokenizer.json`` if there is one; it needs the package ``tokenizers``."""
+        if source == "local" and tokenizer is None:
+            raise TailraceError("tokens.source is local, but no tokenizer is given")
+        if source in ("server", "estimate"):
+            tokenizer = None
+        self.used: Counter[str] = Counter()
+        """Prompts by how their length was known when they were routed."""
+        self.learned: Counter[str] = Counter()
+        """Figures of servers by where they came from: usage or tokenize."""
         self._models: dict[str, _Seen] = {}
         self._all = _Seen()
         self.units_per_token = BYTES_PER_TOKEN / UNIT_BYTES
@@ -56,20 +88,28 @@ class TokenCounter:
     def count(self, asked: Asked, size: int) -> tuple[int, str]:
         """Return the prompt's tokens, at least 1, and how they are known; ``size`` in bytes."""
         if asked.token_ids is not None:
-            return max(1, len(asked.token_ids)), IDS
-        if self._tokenizer is not None and asked.text:
-            return self._local(asked.text), LOCAL
-        return max(1, round(size / self.bytes_per_token(asked.model))), ESTIMATED
+            found, how = len(asked.token_ids), IDS
+        elif self._tokenizer is not None and asked.text:
+            found, how = self._local(asked.text), LOCAL
+        else:
+            seen = self._models.get(asked.model) or self._all
+            found, how = (
+                round(size * seen.tokens / seen.size),
+                ESTIMATED if seen.prompts else ASSUMED,
+            )
+        self.used[how] += 1
+        return found or 1, how
 
     def bytes_per_token(self, model: str | None = None) -> float:
         """Return the bytes per token seen so far for a model; None: for all of them together."""
         seen = self._all if model is None else self._models.get(model, self._all)
         return seen.size / seen.tokens
 
-    def learn(self, model: str, size: int, tokens: int) -> None:
+    def learn(self, model: str, size: int, tokens: int, source: str = USAGE) -> None:
         """A server has counted ``tokens`` in a prompt of ``size`` bytes of text."""
         if size <= 0 or tokens <= 0 or not _LEAST <= size / tokens <= _MOST:
             return
+        self.learned[source] += 1
         seen = self._models.get(model)
         if seen is None:
             if len(self._models) >= _MAX_MODELS:  # names come from clients

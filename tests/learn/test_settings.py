@@ -109,12 +109,14 @@ def test_the_last_stage_and_stages_with_a_score_need_no_number_of_updates():
 
 
 def test_presets_are_sound_and_named():
-    assert s.preset_names() == ["finetune", "full", "quick"]
+    assert s.preset_names() == ["finetune", "full", "polish", "quick"]
     for name in s.preset_names():
-        own = {"start": "tailrace", "scenarios": ["demo"]} if name == "finetune" else {}
+        own = {"start": "tailrace"} if name in ("finetune", "polish") else {}
+        if name == "finetune":
+            own["scenarios"] = ["demo"]
         preset = s.build(s.read(name), own)
         assert preset.name == name
-        assert preset.steps >= 10
+        assert preset.steps >= 5
     assert len(s.build(s.read("quick")).scenarios) == 5
     with pytest.raises(TailraceError, match="unknown preset 'quik'; did you mean quick"):
         s.read("quik")

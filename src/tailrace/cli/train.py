@@ -24,7 +24,8 @@ from tailrace.errors import TailraceError
 @click.option(
     "--preset", metavar="NAME", cls=SectionOption,
     help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores) or full (the "
-    "general policy, under 2 hours) or finetune (with --from). [default: quick]",
+    "general policy, under 2 hours) or, with --from, finetune or polish. "
+    "[default: quick]",
 )  # fmt: skip
 @click.option(
     "--config", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,

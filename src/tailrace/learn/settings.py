@@ -70,7 +70,8 @@ class DemonstrationSettings(Settings):
 
     @model_validator(mode="after")
     def _teachers_known(self) -> Self:
-        known = [*(rule.name for rule in registry.rules()), *shipped.LEARNING, START]
+        learned = (*shipped.LEARNING, registry.SHIPPED_NAME, START)
+        known = [*(rule.name for rule in registry.rules()), *learned]
         for name, weight in self.teachers.items():
             if name not in known:
                 raise ValueError(str(unknown_name("teacher", name, known)))

@@ -78,6 +78,16 @@ def test_streamed_completion():
     }  # fmt: skip
 
 
+def test_a_busy_server_puts_several_tokens_into_one_event():
+    body = {"prompt": "abcdefghi", "max_tokens": 9, "stream_options": {"include_usage": True}}
+    plain, got = stream("/v1/completions", body), stream("/v1/completions", body, per_event=3)
+    texts = [event["choices"][0]["text"] for event in got[:-1]]
+    assert [len(text) // tokenizer.TOKEN_BYTES for text in texts] == [1, 3, 3, 2]
+    assert "".join(texts) == "".join(event["choices"][0]["text"] for event in plain[:-1])
+    assert got[-1]["usage"]["completion_tokens"] == 9
+    assert got[-2]["choices"][0]["finish_reason"] == "length"
+
+
 def test_streamed_chat():
     messages = [{"role": "user", "content": "hello"}]
     got = stream("/v1/chat/completions", {"messages": messages, "max_tokens": 3})

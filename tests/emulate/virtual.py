@@ -90,7 +90,8 @@ def new_replica(config, clock, number=0):
 
 def new_service(config, clock, **options):
     replica = new_replica(config, clock)
-    served = Served("tiny", options.pop("max_tokens", max_model_len(replica.config)))
+    most, merged = options.pop("max_tokens", None), options.pop("per_event", 1)
+    served = Served("tiny", most or max_model_len(replica.config), tokens_per_event=merged)
     return Service(replica, served, old_names=options.get("old_names", False))
 
 

@@ -290,13 +290,14 @@ class Clock:
 
 
 def settings_for(backends: list[Backend], **over: Any) -> ServeSettings:
-    """Settings for a test: no probes and no metrics unless the test wants them."""
+    """Settings for a test: no probes, metrics or questions unless the test wants them."""
     data: dict[str, Any] = {
         "backends": [{"url": b.url, "name": f"b{i}"} for i, b in enumerate(backends)],
         "listen": "127.0.0.1:0",
         "admin": {"listen": "127.0.0.1:0"},
         "routing": {"policy": "round_robin", "limit_ms": 10_000},
         "metrics": {"path": "off"},
+        "tokens": {"source": "estimate"},
         "health": {"interval_s": 1000},
         **over,
     }

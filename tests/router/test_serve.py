@@ -217,6 +217,37 @@ def test_reload_while_streams_go_on(tmp_path: Path) -> None:
     run(test())
 
 
+def test_reload_brings_new_health_settings(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+
+    def write(failures: int, more: str = "") -> None:
+        file.write_text(
+            'listen = "127.0.0.1:0"\nadmin.listen = "off"\nmetrics.path = "off"\n'
+            f'routing.policy = "round_robin"\nhealth.failures = {failures}\n'
+            f'[[backends]]\nurl = "http://127.0.0.1:1"\n{more}'
+        )
+
+    write(3)
+    router = Router(load(file, {}), load=lambda: load(file, {}))
+    health = router.plane.targets[0].health
+    health.failure(1.0, "x")
+    write(2, '[[backends]]\nurl = "http://127.0.0.1:2"\n')
+    router.reload()
+    assert [t.health.settings.failures for t in router.plane.targets] == [2, 2]
+    health.failure(1.0, "x")  # the first one counts still
+    assert health.state == "open"
+    # A backend that was out for a while has the new ones too.
+    write(5)
+    router.reload()
+    write(5, '[[backends]]\nurl = "http://127.0.0.1:2"\n')
+    router.reload()
+    back = router.plane.targets[1].health
+    for _ in range(4):
+        back.failure(1.0, "x")
+    assert back.state == "closed"
+    router.decision_log.close()
+
+
 def test_an_orderly_end() -> None:
     async def test() -> None:
         async with world(1) as w:

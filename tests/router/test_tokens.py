@@ -157,7 +157,7 @@ PROMPT = b'{"model":"m","prompt":"%b","stream":true}' % (b"x" * 4000)
 
 def test_servers_are_asked_where_answers_say_nothing() -> None:
     async def test() -> None:
-        async with world(1) as w:
+        async with world(1, tokens={"source": "auto"}) as w:
             w.backends[0].default = tokenizing(2000)
             counter = w.router.plane.fleet.counter
             for _ in range(5):

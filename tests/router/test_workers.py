@@ -1,5 +1,6 @@
 """Several router processes on one port."""
 
+import asyncio
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from router.conftest import run
 from router.processes import (
     HOST,
     Cluster,
+    Outcome,
     ask,
     cluster,
     completion,
@@ -50,6 +52,20 @@ def answered(made: Cluster, count: int) -> set[str]:
         return found
 
     return run(send(), limit_s=120)
+
+
+async def killed_under_load(made: Cluster, pid: int) -> list[Outcome]:
+    """Kill a worker while all stream."""
+    outcomes = [Outcome() for _ in range(24)]
+    tasks = [
+        asyncio.create_task(ask(made.listen, completion(200, f"{i} "), outcome))
+        for i, outcome in enumerate(outcomes)
+    ]
+    while not all(outcome.began for outcome in outcomes):
+        await asyncio.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    await asyncio.gather(*tasks)
+    return outcomes
 
 
 def is_gone(pid: int) -> bool:
@@ -105,8 +121,11 @@ def test_workers_are_one_router(tmp_path: Path) -> None:
         fetch(made.admin, "/backends/0/undrain", {})
         assert drained in answered(made, 20)
 
-        # One that dies is started again, and nobody else notices.
-        os.kill(before[0], signal.SIGKILL)
+        # One that dies under load is started again, and the others' clients do not notice.
+        outcomes = run(killed_under_load(made, before[0]), limit_s=120)
+        cut_off = [o for o in outcomes if not o.answered]
+        assert 0 < len(cut_off) < len(outcomes)
+        assert not any(o.complete for o in cut_off)  # and the dead one's can tell
         until("a new one", lambda: pids_of(made).get(0, before[0]) != before[0])
         assert pids_of(made)[1] == before[1]
         answered(made, 20)

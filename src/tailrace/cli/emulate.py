@@ -84,6 +84,10 @@ def _replica_options(function: Any) -> Any:
     help="Call the KV gauge vllm:gpu_cache_usage_perc, as old servers do.",
 )  # fmt: skip
 @click.option(
+    "--tokens-per-event", type=click.IntRange(1, 1000), default=1, show_default=True,
+    cls=SectionOption, help="Tokens in one event of a stream, after its first, as of a busy vLLM.",
+)  # fmt: skip
+@click.option(
     "--duration", type=click.FloatRange(0), metavar="S", cls=SectionOption,
     help="Stop after so many seconds; default: on Ctrl-C.",
 )  # fmt: skip
@@ -102,6 +106,7 @@ def command(
     faults: bool,
     admin_port: int,
     old_metric_names: bool,
+    tokens_per_event: int,
     duration: float | None,
     as_json: bool,
     **settings: Any,
@@ -127,6 +132,7 @@ def command(
         faults=faults,
         admin_port=admin_port,
         old_metric_names=old_metric_names,
+        tokens_per_event=tokens_per_event,
     )
     import uvloop
 

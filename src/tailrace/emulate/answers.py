@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from tailrace.emulate import tokenizer
-from tailrace.emulate.asked import Asked
+from tailrace.emulate.asked import Asked, Served
 from tailrace.emulate.http import LAST_CHUNK, Connection
 from tailrace.emulate.replica import Job
 
@@ -27,11 +27,15 @@ def usage(job: Job) -> dict[str, Any]:
 
 
 class Streamed:
-    """An answer as a stream of events, one per token."""
+    """An answer as a stream of events: one per token, or one for the first and for so many each."""
 
-    def __init__(self, connection: Connection, asked: Asked, answer_id: str, model: str) -> None:
+    def __init__(
+        self, connection: Connection, asked: Asked, answer_id: str, served: Served
+    ) -> None:
         self._connection = connection
         self._asked = asked
+        self._merged, self._held = served.tokens_per_event, b""
+        model = served.model
         kind = "chat.completion.chunk" if asked.chat else "text_completion"
         self._about = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
         # Like vLLM, which says that all is well before it begins to work.
@@ -49,10 +53,18 @@ class Streamed:
         if job.request.generated == 1 and self._asked.chat:
             parts.append(self._frame(self._role_event()))
         if not is_last:
-            parts.append(self._before + job.token + self._after)
+            if self._merged == 1 or job.request.generated == 1:
+                parts.append(self._before + job.token + self._after)
+            else:
+                self._held += job.token
+                if len(self._held) < self._merged * tokenizer.TOKEN_BYTES:
+                    return
+                parts.append(self._frame(self._event(self._held.decode(), None)))
+                self._held = b""
             self._connection.write(parts[0] if len(parts) == 1 else b"".join(parts))
             return
-        parts.append(self._frame(self._event(job.token.decode(), self._asked.finish_reason)))
+        text = (self._held + job.token).decode()
+        parts.append(self._frame(self._event(text, self._asked.finish_reason)))
         if self._asked.include_usage:
             parts.append(self._frame(_data(self._about | {"choices": [], "usage": usage(job)})))
         parts.append(self._frame(_DONE))
@@ -85,9 +97,12 @@ class Streamed:
 class Whole:
     """An answer in one piece."""
 
-    def __init__(self, connection: Connection, asked: Asked, answer_id: str, model: str) -> None:
+    def __init__(
+        self, connection: Connection, asked: Asked, answer_id: str, served: Served
+    ) -> None:
         self._connection = connection
         self._asked = asked
+        model = served.model
         kind = "chat.completion" if asked.chat else "text_completion"
         self._about = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
 

@@ -39,6 +39,8 @@ class Served:
     max_model_len: int
     """Prompt and answer together, tokens."""
     seed: int = 0
+    tokens_per_event: int = 1
+    """Of a stream, after its first; a busy vLLM puts several into one."""
 
 
 def read_generation(

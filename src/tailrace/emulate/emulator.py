@@ -42,6 +42,7 @@ class Emulator:
         faults: bool = False,
         admin_port: int = 0,
         old_metric_names: bool = False,
+        tokens_per_event: int = 1,
     ) -> None:
         if not (time_scale > 0):
             raise TailraceError(f"time_scale must be positive, got {time_scale}")
@@ -52,6 +53,7 @@ class Emulator:
         self._model, self._max_tokens, self._seed = model, max_tokens, seed
         self._faults = faults
         self._old_metric_names = old_metric_names
+        self._tokens_per_event = tokens_per_event
         self._listeners: list[asyncio.Server | None] = []
         self._admin = _Admin(self)
         self._admin_listener: asyncio.Server | None = None
@@ -122,7 +124,7 @@ class Emulator:
         if self._max_tokens is not None:
             most = min(most, self._max_tokens)
         replica = EmulatedReplica(number, config, clock, Meter(self._time_scale))
-        served = Served(self._model, most, self._seed)
+        served = Served(self._model, most, self._seed, self._tokens_per_event)
         return Service(replica, served, old_names=self._old_metric_names)
 
     async def _listen(self, number: int) -> None:

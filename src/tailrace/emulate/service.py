@@ -81,7 +81,7 @@ class Service:
         prefix = "chatcmpl" if chat else "cmpl"
         answer_id = f"{prefix}-{self.replica.number:02x}{next(self._ids):014x}"
         form = Streamed if asked.streams else Whole
-        answer = form(connection, asked, answer_id, self._served.model)
+        answer = form(connection, asked, answer_id, self._served)
 
         def told(job: Job, is_last: bool) -> None:
             if is_last:

@@ -23,7 +23,7 @@ class Breaker:
     """Circuit breaker of one replica; times are in s of any one clock."""
 
     def __init__(self, settings: HealthSettings) -> None:
-        self._settings = settings
+        self.settings = settings
         self.state = CLOSED
         self.reason = ""
         """Why it is not closed."""
@@ -51,7 +51,7 @@ class Breaker:
                 self._count(now, failed=False)
         elif self.state == HALF_OPEN:
             self._trials += 1
-            if self._trials >= self._settings.trials:
+            if self._trials >= self.settings.trials:
                 self._close(now)
 
     def failure(self, now: float, why: str, *, may_open: bool = True, died: bool = False) -> None:
@@ -68,7 +68,7 @@ class Breaker:
         elif self.state == CLOSED:
             self._count(now, failed=True)
             if may_open and (
-                self._in_a_row >= self._settings.failures or self._share_too_large(now)
+                self._in_a_row >= self.settings.failures or self._share_too_large(now)
             ):
                 self._open(now, why, died)
 
@@ -85,7 +85,7 @@ class Breaker:
                 self.success(now)  # without traffic, probes alone bring it back
             else:
                 self.failure(now, why, died=died)
-        elif self._probes_in_a_row >= self._settings.failures:
+        elif self._probes_in_a_row >= self.settings.failures:
             self._open(now, why, died)
 
     def _open(self, now: float, why: str, died: bool) -> None:
@@ -93,7 +93,7 @@ class Breaker:
         self.died = died
         self.reason = why
         self.opened += 1
-        self.open_until = now + self._settings.open_s * self._backoff
+        self.open_until = now + self.settings.open_s * self._backoff
         self._window.clear()
 
     def _close(self, now: float) -> None:
@@ -108,19 +108,19 @@ class Breaker:
         second = float(int(now))
         if not self._window or self._window[-1][0] != second:
             self._window.append([second, 0.0, 0.0])
-            while self._window[0][0] < now - self._settings.window_s:
+            while self._window[0][0] < now - self.settings.window_s:
                 self._window.popleft()
         self._window[-1][1] += 1
         self._window[-1][2] += failed
 
     def _share_too_large(self, now: float) -> bool:
-        since = now - self._settings.window_s
+        since = now - self.settings.window_s
         recent = [entry for entry in self._window if entry[0] >= since]
         requests = sum(entry[1] for entry in recent)
         failures = sum(entry[2] for entry in recent)
         return (
-            requests >= self._settings.window_requests
-            and failures >= self._settings.failure_share * requests
+            requests >= self.settings.window_requests
+            and failures >= self.settings.failure_share * requests
         )
 
 
@@ -142,6 +142,10 @@ class Health:
         self.removed = False
         self.max_in_flight = max_in_flight or NO_LIMIT
         self.changed = changed
+
+    def set_settings(self, settings: HealthSettings) -> None:
+        """Go by other settings from now on; what has happened so far still counts."""
+        self.settings = self.breaker.settings = settings
 
     @property
     def available(self) -> bool:

@@ -95,6 +95,7 @@ class Plane:
             target.label_bytes = backend.label.encode("ascii", "replace")
             limit = backend.max_in_flight or settings.admission.max_in_flight
             target.health.max_in_flight = limit or NO_LIMIT
+            target.health.set_settings(settings.health)
             if target.health.removed:
                 added.append(target.label)
                 target.health.remove(False)

@@ -42,13 +42,18 @@ class Scanner(Protocol):
 
 
 class StreamScanner:
-    """Counts the events of a stream of server-sent events; each brings a token.
+    """Counts tokens of a stream of server-sent events.
 
-    What brings none: the end mark, the role that opens a chat answer, figures without a choice, and
-    in the responses API everything but deltas.
+    An event counts as one token, which is right as long as the server keeps up: vLLM puts what has
+    piled up meanwhile into one event, so under load there are more. As soon as the server's figures
+    come, with the last event or (``continuous_usage_stats``) with each, they count instead. A
+    stream without figures is therefore thought no longer than the number of its events.
+
+    What brings no token: the end mark, the role that opens a chat answer, figures without a choice,
+    and in the responses API everything but deltas.
     """
 
-    __slots__ = ("_responses", "_seen", "_tail", "done", "usage")
+    __slots__ = ("_counted", "_responses", "_seen", "_tail", "done", "usage")
 
     def __init__(self, kind: str = "chat") -> None:
         self.usage: Usage | None = None
@@ -56,9 +61,20 @@ class StreamScanner:
         self._responses = kind == "response"
         self._tail = b""
         self._seen = False
+        self._counted = 0
 
     def feed(self, part: bytes) -> int:
         """Read a decoded part of the body; return how many tokens it brought."""
+        tokens = self._feed(part)
+        usage = self.usage
+        if usage is not None and usage.output_tokens is not None:
+            tokens = usage.output_tokens - self._counted
+            if tokens < 0:
+                return 0
+        self._counted += tokens
+        return tokens
+
+    def _feed(self, part: bytes) -> int:
         if self._tail:
             part = self._tail + part
             self._tail = b""

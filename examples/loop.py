@@ -85,6 +85,8 @@ class Plan:
     """How the servers are calibrated: live, together or log."""
     budget_s: float
     """For measuring each server."""
+    known: tuple[str, ...]
+    """What is known of the servers, as options of `tailrace calibrate`."""
     updates: int
     seeds: int
     """Of the proof."""
@@ -327,6 +329,7 @@ def step_calibrate(plan: Plan, urls: Sequence[str], _done: Json) -> Json:
     else:
         source = [*urls, "--budget", f"{plan.budget_s:g}"]
         source += ["--together"] if plan.probe == "together" else []
+    source += plan.known
     found = run_json(folder / "calibration.json", "calibrate", *source, "-o", str(plan.cluster))
     return {
         "how": plan.probe,
@@ -411,7 +414,7 @@ def ranks(predicted: Mapping[str, float], measured: Mapping[str, float]) -> Json
 
     Costs in s by policy.
     """
-    pairs = []
+    pairs: list[Json] = []
     for better, worse in itertools.permutations(predicted, 2):
         if predicted[worse] > APART * predicted[better]:
             pairs.append(
@@ -784,6 +787,9 @@ def asked() -> tuple[Plan, tuple[str, ...], bool]:
     add("--calibrate", choices=("live", "together", "log"), default="live",
         help="measure one server after the other, all at once, or learn from the log")  # fmt: skip
     add("--budget", type=float, help="seconds of measuring per server (default: 20, quick: 10)")
+    add("--known", default="", metavar="OPTIONS",
+        help="what you know of the servers: options of `tailrace calibrate`, e.g. "
+        "'--batch-cap 8 --chunk-size 2048'")  # fmt: skip
     add("--updates", type=int, help="of the fine-tuning (default: 10, quick: 1)")
     add("--seeds", type=int, help="of the proof (default: 10, quick: 2)")
     add("--steps", default=",".join(STEPS), help=f"of these, in this order: {','.join(STEPS)}")
@@ -803,6 +809,7 @@ def asked() -> tuple[Plan, tuple[str, ...], bool]:
         speeds=given.speeds or ("1.3,0.7" if quick else "1.5,1,1,0.6"),
         probe=given.calibrate,
         budget_s=given.budget or (10.0 if quick else 20.0),
+        known=tuple(shlex.split(given.known)),
         updates=given.updates if given.updates is not None else (1 if quick else 10),
         seeds=given.seeds or (2 if quick else 10),
         quick=quick,

@@ -31,8 +31,12 @@ Ints = NDArray[np.int64]
 FIXED = len(FIELDS) + 1
 #: Nobody measures better than this share, so a fit is never thought to be better.
 PRECISION = 1e-3
-#: What the form of the model may be off by; noise counts only as far as it is more than that.
+#: Share that the form of the model may be off by; noise counts as far as it is more than that.
 SYSTEMATIC = 3e-3
+#: The shares among which :func:`likeliest` chooses.
+FORMS = (1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+#: A deviation, in those expected, beyond which it does not matter how far beyond.
+GROSS = 4.0
 #: Parameters a knot counts as: its place, its slope, and one for the choice among many.
 KNOT_PRICE = 3
 #: Residuals beyond so many times their usual size count less.
@@ -83,6 +87,10 @@ class Fitted:
     """Standard error of each coefficient as a share of it; what is zero is left out."""
     undetermined: tuple[str, ...] = ()
     """Coefficients the data say nothing about."""
+    form: float = SYSTEMATIC
+    """What the form of the model was taken to be off by."""
+    surprise: float = 0.0
+    """-2 log likelihood of the data but for a constant, outliers cut off."""
 
 
 @dataclass(frozen=True)
@@ -110,22 +118,40 @@ def summed(stretches: Stretches) -> Sums:
     return Sums(np.column_stack(fixed), columns, knots, parts.ms)
 
 
-def fit(sums: Sums, *, noise_ms: Floats | float = 0.0, max_knots: int = MAX_KNOTS) -> Fitted:
+def likeliest(sums: Sums, *, noise_ms: Floats | float = 0.0) -> Fitted:
+    """Fit the model, and find out meanwhile what its form is off by.
+
+    Where the form is right, long times count as exactly as they were measured; where it is not,
+    all count by their relative errors, or the longest would bend everything to themselves.
+    """
+    found = [fit(sums, noise_ms=noise_ms, form=form) for form in FORMS]
+    return min(found, key=lambda fitted: fitted.surprise)
+
+
+def fit(
+    sums: Sums,
+    *,
+    noise_ms: Floats | float = 0.0,
+    max_knots: int = MAX_KNOTS,
+    form: float = SYSTEMATIC,
+) -> Fitted:
     """Fit the model by non-negative least squares on relative errors, outliers counting less.
 
     ``noise_ms`` (of each stretch [R], or of all) is what repeats differ by: times that are mostly
-    noise count less. A knot is taken only if it explains more than chance would.
+    noise, compared with what the ``form`` of the model is off by, count less. A knot is taken only
+    if it explains more than chance would.
     """
     if len(sums.ms) < FIXED or not np.all(np.isfinite(sums.ms)) or (sums.ms <= 0).any():
         raise TailraceError(
             f"a calibration needs at least {FIXED} measured times, got {len(sums.ms)} usable ones"
         )
     matrix = np.column_stack([sums.fixed, sums.hinges])
-    weight = 1.0 / np.hypot(sums.ms, np.asarray(noise_ms) / SYSTEMATIC)
+    weight = 1.0 / np.hypot(sums.ms, np.asarray(noise_ms) / form)
     trust = np.ones_like(weight)
     for _ in range(_ROUNDS):
         w = weight * trust
-        columns, values = _solved(matrix * w[:, None], sums.ms * w, len(sums.knots), max_knots)
+        weighted = matrix * w[:, None]
+        columns, values = _solved(weighted, sums.ms * w, len(sums.knots), max_knots, form)
         predicted = matrix[:, columns] @ values
         off = np.abs(predicted - sums.ms) * weight
         usual = max(1.4826 * float(np.median(off)), PRECISION)
@@ -148,10 +174,14 @@ def fit(sums: Sums, *, noise_ms: Floats | float = 0.0, max_knots: int = MAX_KNOT
     errors = _uncertainty(matrix[:, columns] * (weight * trust)[:, None], values, rms)
     names = (*FIELDS, "overhead_ms", *(f"knot {sums.knots[c - FIXED]:g}" for c in columns[FIXED:]))
     known = {n: float(e) for n, e in zip(names, errors, strict=True) if np.isfinite(e)}
-    return Fitted(model, float(values[FIXED - 1]), predicted, known, unknown)
+    surprise = float((np.minimum(off / form, GROSS) ** 2 - 2 * np.log(weight / form)).sum())
+    overhead_ms = float(values[FIXED - 1])
+    return Fitted(model, overhead_ms, predicted, known, unknown, form, surprise)
 
 
-def _solved(matrix: Floats, target: Floats, knots: int, most: int) -> tuple[list[int], Floats]:
+def _solved(
+    matrix: Floats, target: Floats, knots: int, most: int, form: float
+) -> tuple[list[int], Floats]:
     """Return the columns used and their coefficients; the number of knots is that of least BIC."""
     problem = Problem(matrix, target)
     always = list(range(FIXED))
@@ -162,7 +192,7 @@ def _solved(matrix: Floats, target: Floats, knots: int, most: int) -> tuple[list
         if len(chosen) < count:
             break
         values, residual = problem.solve([*always, *chosen])
-        error = residual**2 / rows + SYSTEMATIC**2
+        error = residual**2 / rows + form**2
         score = rows * np.log(error) + KNOT_PRICE * count * np.log(rows)
         if best is not None and score >= best[0]:
             break

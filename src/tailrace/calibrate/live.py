@@ -8,7 +8,7 @@ import numpy as np
 
 from tailrace.calibrate import probes as p
 from tailrace.calibrate.endpoint import LiveEndpoint
-from tailrace.calibrate.fit import fit, summed
+from tailrace.calibrate.fit import likeliest, summed
 from tailrace.calibrate.probes import Endpoint, Probe
 from tailrace.calibrate.result import (
     ASSUMED,
@@ -164,7 +164,7 @@ def calibrated(
     replica, sources = with_capacity(asked.known, found)
     measurements = [m for s in surveys for m in s.measurements]
     rows = p.stretches(measurements, replica.chunk_size)
-    fitted = fit(summed(rows), noise_ms=p.noise_ms(measurements))
+    fitted = likeliest(summed(rows), noise_ms=p.noise_ms(measurements))
     replica = replica.model_copy(update={"cost": fitted.model, "count": len(surveys)})
     kinds = [m.probe.regime for m in measurements]
     spreads = np.array([m.spread for m in measurements])

@@ -5,7 +5,7 @@ prompts that answer side by side, of which only the time counts during which all
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,17 +29,25 @@ CONTEXTS = (
     *((1, 3900), (1, 7800), (4, 1900), (4, 3900), (8, 1900), (8, 3900), (8, 7800), (16, 3900)),
     *((32, 1900), (64, 960)),
 )
+#: The same for servers with little memory: without any context its share would be a guess.
+SMALL_CONTEXTS = ((4, 400), (8, 400), (4, 960), (8, 960))
+#: So many of CONTEXTS have to fit, or the small ones are run as well.
+ENOUGH_CONTEXTS = 4
 #: Batch size and prompt of the probes to begin with, prefills and decodes.
 OUTLINE = frozenset(
     {(1, size) for size in (24, 72, 120, 168, 248, 344, 488, 704, 960, 1920, 7800)}
     | {(batch, SHORT_PROMPT) for batch in (1, 4, 16, 32, 64, 128)}
     | {(4, 1900), (8, 1900), (8, 3900)}
+    | {(4, 400), (8, 960)}
 )
 #: Iterations a decode probe is to measure; with much context they are cheap beside the prompts.
 WINDOW, LONG_WINDOW = 24, 48
 LEAST_WINDOW = 4
 #: Timers of servers wake to the millisecond, so a time to first token is uncertain by this.
 TIMER_MS = 0.3
+#: The median of n normal values is so much less certain than their mean, and the median of the
+#: difference between two of them is so many standard deviations.
+MEDIAN, NORMAL_STEP = 1.2533, 0.9539
 #: Possible numbers of tokens per iteration.
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768)
 
@@ -136,20 +144,27 @@ def decode_probes(most_batch: int, most_tokens: int, most_context: int, budget: 
     ``budget``: tokens per iteration, as far as known. Prompts that are read in after others have
     begun to answer keep those waiting with more answers.
     """
-    shapes = [(batch, SHORT_PROMPT) for batch in BATCHES if batch <= most_batch]
-    shapes += [(batch, prompt) for batch, prompt in CONTEXTS if batch <= most_batch]
-    probes = []
-    for batch, prompt in shapes:
-        room = max(1, budget - batch)
-        reading = math.ceil(batch * prompt / room) + 3
-        window = WINDOW if prompt == SHORT_PROMPT else LONG_WINDOW
-        probe = Probe(batch, prompt, window + 1 + (reading if batch > 1 else 0))
-        if (
-            prompt + probe.outputs <= most_tokens
-            and batch * (prompt + probe.outputs) <= most_context
-        ):
-            probes.append(probe)
-    return probes
+
+    def fitting(shapes: Iterable[tuple[int, int]]) -> list[Probe]:
+        probes = [_decode_probe(*shape, budget) for shape in shapes if shape[0] <= most_batch]
+        return [
+            probe
+            for probe in probes
+            if probe.prompt + probe.outputs <= most_tokens
+            and probe.batch * (probe.prompt + probe.outputs) <= most_context
+        ]
+
+    short, long = fitting((batch, SHORT_PROMPT) for batch in BATCHES), fitting(CONTEXTS)
+    if len(long) < ENOUGH_CONTEXTS:
+        long = fitting(SMALL_CONTEXTS) + long
+    return short + long
+
+
+def _decode_probe(batch: int, prompt: int, budget: int) -> Probe:
+    """Return a probe with enough answers to measure, for ``budget`` tokens per iteration."""
+    reading = math.ceil(batch * prompt / max(1, budget - batch)) + 3
+    window = WINDOW if prompt == SHORT_PROMPT else LONG_WINDOW
+    return Probe(batch, prompt, window + 1 + (reading if batch > 1 else 0))
 
 
 def sample(probe: Probe, replies: Sequence[Reply]) -> Sample | None:
@@ -204,23 +219,33 @@ class Measurement:
         return float(np.median(np.abs(values - self.ms)) / self.ms)
 
 
-def noise_ms(measurements: Sequence[Measurement]) -> Floats:
-    """Return what the median of each measurement [R] is uncertain by; one scatter for each kind."""
+def noise_ms(measurements: Sequence[Measurement], *, of_one: bool = False) -> Floats:
+    """Return what the median of each measurement [R] is uncertain by; one scatter for each kind.
+
+    ``of_one``: instead what a single run is uncertain by.
+    """
     scatter = {
-        kind: float(
-            np.median([m.spread * m.ms for m in measurements if m.probe.is_prefill == kind])
-        )
+        kind: _scatter_ms([m for m in measurements if m.probe.is_prefill == kind])
         for kind in {m.probe.is_prefill for m in measurements}
     }
     return np.array(
         [
-            np.hypot(
-                1.5 * scatter[m.probe.is_prefill] / np.sqrt(len(m.samples)),
-                TIMER_MS * m.probe.is_prefill,
-            )
+            np.hypot(MEDIAN * scatter[m.probe.is_prefill], TIMER_MS * m.probe.is_prefill)
+            / np.sqrt(1 if of_one else len(m.samples))
             for m in measurements
         ]
     )
+
+
+def _scatter_ms(measurements: Sequence[Measurement]) -> float:
+    """Return the usual deviation of single runs, ms.
+
+    By the differences of successive runs: those of a few are as large as those of many, which
+    deviations from their median are not. The median of them, as hiccups are something else.
+    """
+    found = [np.abs(np.diff([s.ms for s in m.samples])) for m in measurements]
+    steps = np.concatenate(found) if found else np.zeros(0)
+    return float(np.median(steps)) / NORMAL_STEP if len(steps) else 0.0
 
 
 def stretches(measurements: Sequence[Measurement], budget: int) -> Stretches:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tailrace.calibrate import probes as p
-from tailrace.calibrate.fit import fit, summed
+from tailrace.calibrate.design import most_telling
+from tailrace.calibrate.fit import KNOT_PRICE, likeliest, summed
 from tailrace.calibrate.probes import Endpoint, Measurement, Probe, Reply, Sample
 from tailrace.errors import TailraceError
 
@@ -14,13 +15,8 @@ Progress = Callable[[float], None]
 
 #: Share of the time for the first run of all probes, and for a single one of them.
 FIRST_ROUND, ONE_PROBE = 0.4, 0.15
-MOST_ROUNDS = 20
-#: Short probes are run several times a round, until they have taken this long.
-REPEAT_S, MOST_REPEATS = 0.15, 4
-#: A token budget must explain the prefills so much better than none.
-BUDGET_GAIN = 0.8
-#: An error that is as bad as any larger one.
-GROSS = 0.2
+#: Share of the time that is planned ahead; then it is looked again what is least certain.
+PLANNED = 0.1
 #: How often it is looked again when a batch seems to be too large to run at once.
 CAP_REPEATS = 2
 #: With fewer samples a median does not help against hiccups.
@@ -131,19 +127,32 @@ class _Surveyor:
             self._progress(min(1.0, self._used_s() / self._limits.seconds))
 
     async def _again(self) -> None:
-        """Run all probes again and again, as long as there is time."""
-        probes = list(self._samples)
-        for _ in range(MOST_ROUNDS):
-            before_s = self._used_s()
-            for probe in probes:
-                repeats = int(np.clip(REPEAT_S / self._took_s[probe], 1, MOST_REPEATS))
-                for _ in range(repeats):
-                    if self._used_s() + self._took_s[probe] > self._limits.seconds:
-                        break
-                    await self._run(probe)
-                self._progress(min(1.0, self._used_s() / self._limits.seconds))
-            if self._used_s() == before_s:
+        """Run probes again as long as there is time: all a few times, then the most telling."""
+        for probe in self._short_of_samples():
+            await self._repeat(probe)
+        while (left_s := self._limits.seconds - self._used_s()) > 0:
+            budget, _ = self._token_budget()
+            slice_s = min(left_s, self._limits.seconds * PLANNED)
+            chosen = most_telling(self._measurements(), self._took_s, budget, slice_s)
+            for probe in chosen:
+                await self._repeat(probe)
+            if not chosen:
                 return
+
+    def _short_of_samples(self) -> list[Probe]:
+        """Return every probe as often as it takes for a median that a hiccup does not move."""
+        counts = {probe: len(found) for probe, found in self._samples.items()}
+        return [
+            probe
+            for have in range(1, FEW_SAMPLES)
+            for probe, count in counts.items()
+            if count <= have
+        ]
+
+    async def _repeat(self, probe: Probe) -> None:
+        if self._used_s() + self._took_s[probe] <= self._limits.seconds:
+            await self._run(probe)
+            self._progress(min(1.0, self._used_s() / self._limits.seconds))
 
     async def _run(self, probe: Probe) -> None:
         begun_s = self._endpoint.now()
@@ -215,16 +224,14 @@ def token_budget(measurements: Sequence[Measurement]) -> tuple[int, str]:
     """
     largest = max((m.probe.prompt for m in measurements if m.probe.is_prefill), default=1)
     unseen = next((b for b in p.BUDGETS if b >= largest), largest)
-    noise_ms = p.noise_ms(measurements)
-    long = np.array([m.probe.is_prefill and m.probe.prompt > min(p.BUDGETS) for m in measurements])
-    if not long.any():
+    if largest <= min(p.BUDGETS):
         return unseen, "assumed"
-    errors: dict[int, float] = {}
+    noise_ms = p.noise_ms(measurements)
+    score: dict[int, float] = {}
     for budget in (*(b for b in p.BUDGETS if b < largest), unseen):
-        sums = summed(p.stretches(measurements, budget))
-        off = np.abs(fit(sums, noise_ms=noise_ms).predicted_ms / sums.ms - 1.0)
-        errors[budget] = float(np.minimum(off[long], GROSS).mean())
-    best = min(errors, key=lambda budget: errors[budget])
-    if best != unseen and errors[best] < BUDGET_GAIN * errors[unseen]:
-        return best, "measured"
-    return unseen, "assumed"
+        found = likeliest(summed(p.stretches(measurements, budget)), noise_ms=noise_ms)
+        # A budget is a parameter like a knot: it has to explain more than chance would.
+        parameters = len(found.model.knots) + (budget != unseen)
+        score[budget] = found.surprise + KNOT_PRICE * parameters * np.log(len(measurements))
+    best = min(score, key=lambda budget: score[budget])
+    return best, "assumed" if best == unseen else "measured"

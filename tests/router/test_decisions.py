@@ -131,6 +131,31 @@ def test_a_disk_that_fails_costs_lines_only(tmp_path: Path) -> None:
     assert fleet.replicas[0]["in_flight"] == 0
 
 
+def test_a_line_is_made_when_it_is_asked_for_or_enough_have_come(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    fleet = new_fleet(1)
+    _play(log, fleet, 3)
+    log.flush()
+    log.flush()  # there is nothing more
+    assert sum(map(len, log._lines)) + log.written <= 3
+    _play(log, fleet, 100)
+    log.close()
+    ids = [int(line["id"].split("-")[1]) for line in _lines(tmp_path)]
+    assert ids == list(range(103))
+    assert (log.written, log.dropped) == (103, 0)
+
+
+def test_a_line_that_cannot_be_made_costs_lines_only(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    flight = send(new_fleet(1), chat("x"))
+    flight.close("done")
+    flight.arrival.asked.model = "\ud800"  # no JSON can hold it
+    log.write(flight, "done")
+    log.close()
+    assert (log.written, log.dropped) == (0, 1)
+    assert log.last_error
+
+
 def test_without_a_folder_nothing_happens() -> None:
     log = _log(None)
     _play(log, new_fleet(1))

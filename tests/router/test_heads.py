@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.router.framing import BrokenMessageError
-from tailrace.router.heads import MOST, Requests, Responses
+from tailrace.router.heads import MOST, Requests, Responses, length_in
 from tailrace.router.http import RefusedError, client_head, parse_request, parse_response
 
 _START = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -115,6 +115,63 @@ def test_a_remembered_answer_is_read_as_a_new_one(answers: list[tuple[int, list[
                 for h in (head, fresh)
             ]
             assert built[0] == built[1]
+
+
+def test_the_head_a_client_sent_before_is_recognised_and_no_other() -> None:
+    heads = Requests()
+    heads.read(_request(b"5"))
+    assert heads.last is None  # read for the first time
+    heads.read(_request(b"5"))
+    assert heads.last is not None
+    before, after, head = heads.last
+    assert head.length == 5
+    good = _request(b"17")
+    assert length_in(good + b"body\r\n\r\n", before, after) == (len(good), 17)
+    for data in (
+        good[:-1], good[:-20], b"", _request(b""), _request(b"-1"), _request(b"1 "),
+        _request(b"1\r"), _request(b"9" * 19), _request(b"5", b"content-length"),
+        _request(b"5", more=b"Connection: close\r\n"), b"\r\n" + good,
+    ):  # fmt: skip
+        assert length_in(data, before, after) == (0, 0)
+    heads.read(_START + b"\r\n")
+    heads.read(_START + b"\r\n")
+    assert heads.last is None  # no length to look at
+
+
+@settings(deadline=None)
+@given(_LINES, _LINES, st.binary(max_size=8))
+def test_a_recognised_head_is_read_as_a_new_one(
+    first: list[bytes], second: list[bytes], more: bytes
+) -> None:
+    """Of requests and of answers, whatever stands behind them."""
+    for start, reader in (
+        (b"POST / HTTP/1.1\r\nHost: x", Requests()), (b"HTTP/1.1 200 OK", Responses()),
+    ):  # fmt: skip
+        data = b"\r\n".join([start, *first]) + b"\r\n\r\n"
+        other = b"\r\n".join([start, *second]) + b"\r\n\r\n"
+        try:
+            for _ in range(2):
+                if isinstance(reader, Requests):
+                    reader.read(data)
+                else:
+                    reader.read(data, b"POST")
+        except (RefusedError, BrokenMessageError):
+            continue
+        if reader.last is None:
+            continue
+        end, length = length_in(other + more, reader.last[0], reader.last[1])
+        if end == 0:
+            continue
+        assert end == len(other)
+        if isinstance(reader, Requests):
+            assert parse_request(other).length == length
+            assert parse_request(other).passed(authorization=True) == reader.last[2].passed(  # type: ignore[call-arg]
+                authorization=True
+            )
+        else:
+            fresh = parse_response(other, b"POST")
+            assert (fresh.framing.kind, fresh.framing.length) == ("length", length)
+            assert fresh.passed() == reader.last[2].passed()  # type: ignore[call-arg]
 
 
 def test_memory_is_bounded() -> None:

@@ -350,6 +350,7 @@ class Router:
         self.now = self.admin.now = now
         self.forwarder.sweep(now)
         self.plane.refresh(now)
+        self.decision_log.flush()
         for client in (*self.clients, *self.admin.clients):
             client.check(now)
         for target in self.plane.targets:

@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import orjson
 import xxhash
+from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
 
@@ -23,7 +25,8 @@ _KINDS = {
 }
 _SESSION_HEADERS = (b"x-session-id", b"session_id", b"session-id")
 _SESSION_FIELDS = ("session_id", "conversation", "user")
-_HEADERS = frozenset((*_SESSION_HEADERS, b"x-priority", b"x-slo-ttft-ms"))
+#: Headers that say something about a request.
+HEADERS = frozenset((*_SESSION_HEADERS, b"x-priority", b"x-slo-ttft-ms"))
 #: What most bodies do not have.
 _RARE = frozenset((*_SESSION_FIELDS, "priority", "cache_salt"))
 _MAX_PRIORITY = 2**31 - 1
@@ -67,6 +70,8 @@ class Asked:
     """Whether there are images or the like, whose length in tokens the text does not show."""
     salt: str = ""
     """vLLM's ``cache_salt``: requests share cached prefixes only with those of the same salt."""
+    data: NDArray[np.uint8] | None = None
+    """Instead of ``text`` and for a moment only: its bytes, in which ``answer`` counts then."""
 
     def without_text(self) -> "Asked":
         """Return the same without prompt."""
@@ -107,12 +112,13 @@ def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
             data = None
         if type(data) is dict:
             _read_body(asked, data)
-    if not _HEADERS.isdisjoint(headers):
-        _read_headers(asked, headers)
+    if not HEADERS.isdisjoint(headers):
+        read_headers(asked, headers)
     return asked
 
 
-def _read_headers(asked: Asked, headers: Mapping[bytes, bytes]) -> None:
+def read_headers(asked: Asked, headers: Mapping[bytes, bytes]) -> None:
+    """Read what headers say of a request; they come before what its body says."""
     for name in _SESSION_HEADERS:
         value = headers.get(name)
         if value:

@@ -50,15 +50,18 @@ def text_runs(data: bytes, root: int, answer: tuple[int, int] | None = None) -> 
 
     ``answer``: the bytes of the latest earlier answer in it, so everything before was a prompt.
     """
-    size = len(data)
-    if size == 0:
-        return private_runs(root, 1)
+    return array_runs(_frombuffer(data, _U1), root, answer) if data else private_runs(root, 1)
+
+
+def array_runs(data: NDArray[np.uint8], root: int, answer: tuple[int, int] | None = None) -> Runs:
+    """The same of an array [n > 0]; nothing of it is kept."""
+    size = data.size
     count = -(-size // BLOCK_BYTES)
     keys = _empty(count + 1, _U8)
     units = _empty(count + 1, _I4)
     keys[count] = root
     start, end = answer if answer is not None else (0, 0)
-    branch_at = chain(_frombuffer(data, _U1), BLOCK_BYTES, UNIT_BYTES, start, end, keys, units)
+    branch_at = chain(data, BLOCK_BYTES, UNIT_BYTES, start, end, keys, units)
     item = keys.item
     end_key = item(count - 1)
     prefix_hash = end_key if count <= _HASHED_BLOCKS else item(_HASHED_BLOCKS - 1)

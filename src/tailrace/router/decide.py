@@ -34,7 +34,7 @@ from tailrace.router.books import new_books
 from tailrace.router.eviction import evict_until
 from tailrace.router.fleet import Arrival, Fleet
 from tailrace.router.flight import Decision
-from tailrace.router.reasons import PHRASES
+from tailrace.router.reasons import phrase
 
 __all__ = ["Chooser", "ChooserSettings", "Decision"]
 
@@ -206,7 +206,7 @@ class Chooser:
                 self.out_of_range[FEATURE_NAMES[feature]] += 1
         decision = Decision(
             chosen, seat.policy.name, scores[used].copy(), runner_up,
-            PHRASES[reason](ours, theirs), fell_back, None, 0.0, cached, ttft_s,
+            phrase(reason, ours, theirs), fell_back, None, 0.0, cached, ttft_s,
         )  # fmt: skip
         if self._shadow is not None:
             self._ask_shadow(self._shadow, decision)
@@ -376,6 +376,7 @@ class Chooser:
                 flight.close("done")
                 flight = toy.open(arrival, decision.replica, decision)
                 flight.close("done")
+        toy.arrive(Asked("chat", data=np.zeros(8, np.uint8)))
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index
         evict_until(index.entries, index.slots, index.totals, 0, 0.0)

@@ -12,7 +12,7 @@ from typing import Protocol, cast
 import orjson
 
 from tailrace.router.framing import BodyReader, BrokenMessageError, ChunkedReader, LengthReader
-from tailrace.router.heads import Requests
+from tailrace.router.heads import Requests, length_in
 from tailrace.router.http import RefusedError, RequestHead, answer
 from tailrace.router.settings import LimitSettings
 
@@ -74,8 +74,8 @@ class Service(Protocol):
 class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
-    __slots__ = ("_ahead", "_body_bytes", "_closing", "_deadline", "_head", "_parts", "_reader",
-                 "_reading", "_service", "_stalled_at", "_transport", "_work",
+    __slots__ = ("_ahead", "_body_bytes", "_closing", "_deadline", "_head", "_last", "_parts",
+                 "_reader", "_reading", "_service", "_stalled_at", "_transport", "_work",
                  "busy")  # fmt: skip
 
     def __init__(self, service: Service) -> None:
@@ -86,6 +86,7 @@ class ClientConnection(asyncio.Protocol):
         """Whether a request is under way."""
         self._ahead = b""
         self._head: RequestHead | None = None
+        self._last: tuple[bytes, bytes, RequestHead] | None = None  # what it sent before
         self._reader: BodyReader | None = None
         self._parts: list[bytes] = []
         self._body_bytes = 0
@@ -233,6 +234,11 @@ class ClientConnection(asyncio.Protocol):
         """Read a head; return what is behind it, or nothing if it is not complete."""
         limits = self._service.limits
         before = len(self._ahead)
+        if self._last is not None and not before:
+            # Most heads of a client are the one it sent before.
+            end, length = length_in(data, self._last[0], self._last[1])
+            if 0 < end <= limits.header_bytes:
+                return self._begin(self._last[2], length, data, end)
         if before:
             data, self._ahead = self._ahead + data, b""
         else:
@@ -250,7 +256,15 @@ class ClientConnection(asyncio.Protocol):
             return b""
         if end > limits.header_bytes:
             raise RefusedError(431, "the request head is too long")
-        head, length = self._service.heads.read(data[:end])
+        heads = self._service.heads
+        head, length = heads.read(data[:end])
+        self._last = heads.last
+        return self._begin(head, length, data, end)
+
+    def _begin(self, head: RequestHead, length: int, data: bytes, end: int) -> bytes:
+        """A head is there, and ``data`` from ``end`` on; return what is behind the request if it
+        is there as well, else what there is of its body."""
+        limits = self._service.limits
         rest = data[end:] if end < len(data) else b""
         if not head.chunked and len(rest) >= length <= limits.body_bytes:
             # All of it is here already, as it mostly is.

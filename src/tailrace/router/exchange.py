@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tailrace.router import told
 from tailrace.router.asked import Asked
 from tailrace.router.downstream import Request, error_body
-from tailrace.router.http import ResponseHead, client_head
+from tailrace.router.http import ResponseHead
 from tailrace.router.plane import Target
 from tailrace.router.relay import Relay
 from tailrace.router.scan import TAIL_BYTES, find_usage
@@ -216,7 +216,7 @@ class Exchange:
         """The whole answer at once: the short way through ``head`` and ``body``."""
         status = head.status
         if status >= 400 or head.content_type.startswith(b"text/event-stream"):
-            self.head(head)
+            self.head(head.of_length(len(body)))
             if self.stage == STREAMING:
                 self.body(body, [body], True)
             return
@@ -227,9 +227,15 @@ class Exchange:
         self._connection = None
         client = request.client
         keep = request.head.keep_alive and not client.closing
-        extra, http10 = self._extra_headers(), request.head.http10
-        top = client_head(head, chunked=False, keep_alive=keep, http10=http10, extra=extra)
-        client.write(top + body)
+        connection = b""
+        if not keep:
+            connection = b"connection: close\r\n"
+        elif request.head.http10:
+            connection = b"connection: keep-alive\r\n"
+        client.write(
+            b"%bcontent-length: %d\r\n%b%b\r\n%b"
+            % (head.passed(), len(body), connection, self._extra_headers(), body)
+        )
         if flight is not None:
             usage = find_usage(body if len(body) <= TAIL_BYTES else body[-TAIL_BYTES:])
             if usage is not None:

@@ -24,7 +24,7 @@ from tailrace.policy.view import REPLICA_VIEW, REQUEST_VIEW, ROUTER
 from tailrace.router import kernels
 from tailrace.router.asked import Asked
 from tailrace.router.books import ROUTER_ROWS, Seat, index_entries
-from tailrace.router.content import private_runs, root_of, text_runs, token_runs
+from tailrace.router.content import array_runs, private_runs, root_of, text_runs, token_runs
 from tailrace.router.eviction import evict_until
 from tailrace.router.flight import OLDEST, WIDTH, Arrival, Decision, Flight
 from tailrace.router.sessions import Sessions, SharedSessions
@@ -254,15 +254,20 @@ class Fleet:
         arrival.arrived_at = self.clock()
         arrival.attempts = 0
         arrival.predicted_output = self.prior_output_tokens
-        text = asked.text
-        data = text.encode(errors="surrogatepass") if text else b""
-        arrival.size = len(data)
+        array, text, data = asked.data, asked.text, b""
+        if array is not None:
+            arrival.size = size = array.size
+        else:
+            data = text.encode(errors="surrogatepass") if text else b""
+            arrival.size = size = len(data)
         if prompt_tokens is not None:
             arrival.prompt_tokens, arrival.how_long = prompt_tokens, SERVER
         else:
-            arrival.prompt_tokens, arrival.how_long = self.counter.count(asked, len(data))
-        root = self._root(asked.model, asked.salt)
-        if data:
+            arrival.prompt_tokens, arrival.how_long = self.counter.count(asked, size)
+        root = self._roots.get((asked.model, asked.salt)) or self._root(asked.model, asked.salt)
+        if array is not None:
+            arrival.runs = array_runs(array, root, asked.answer)
+        elif data:
             answer = asked.answer
             if answer is not None and len(data) != len(text or ""):
                 answer = _in_bytes(text or "", answer)
@@ -281,7 +286,7 @@ class Fleet:
         arrival.turn = arrival.session.turns if arrival.session is not None else 0
         # The text would be kept as long as the answer takes.
         if keep:
-            asked.text = asked.token_ids = asked.answer = None
+            asked.text = asked.token_ids = asked.answer = asked.data = None
             arrival.asked = asked
         else:
             arrival.asked = asked.without_text()

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 WIDTH = REPLICA_VIEW.itemsize // 8
 CONTEXT = list(REPLICA_VIEW.names or ()).index("context_tokens")
 OLDEST = list(REPLICA_VIEW.names or ()).index("oldest_sent")
+_INF = float("inf")
 
 
 @dataclass(slots=True)
@@ -121,25 +122,28 @@ class Flight:
         self._enter_session()
         if not arrival.asked.streams:
             ttft_s = decision.ttft_s
-            if ttft_s < np.inf:
+            if ttft_s < _INF:
                 heapq.heappush(fleet.due, (now + ttft_s, serial, self))
         if fleet.listeners:
             fleet.tell("sent", replica, arrival.id, now)
 
     def _enter_session(self) -> None:
-        arrival = self.arrival
-        session = arrival.session
+        arrival, sessions = self.arrival, self._fleet.sessions
+        session, asked = arrival.session, arrival.asked
         if session is None:
-            if not arrival.implicit or arrival.asked.kind not in ("chat", "response"):
+            if not arrival.implicit or asked.kind not in ("chat", "response"):
                 return
             # It may turn out to be the first turn of a conversation.
-            session = arrival.session = self._fleet.sessions.new()
+            session = arrival.session = sessions.new()
+        key: str | int | None = asked.session
+        if key is None:
+            key = arrival.runs.end_key
         if arrival.implicit:
-            self._fleet.sessions.put(arrival.runs.end_key, session)
+            sessions.put(key, session)
         session.last_replica = self.replica
         session.turns = arrival.turn + 1
-        name = arrival.asked.session
-        self._fleet.sessions.entered(arrival.runs.end_key if name is None else name, session)
+        if sessions.shared:
+            sessions.entered(key, session)
 
     def tokens(self, n: int) -> None:
         """Take note of ``n`` more tokens that have streamed back."""
@@ -234,10 +238,11 @@ class Flight:
 
     def _estimated_first(self, now: float, each_s: float) -> float:
         """When its first token was there, from its duration split as the cost model says."""
-        ttft_s = self.decision.ttft_s
-        decode_s = max(0, self.output_tokens - 1) * each_s
-        share = ttft_s / (ttft_s + decode_s) if 0 < ttft_s < np.inf else 1.0
-        return self.sent_at + share * (now - self.sent_at)
+        ttft_s, sent_at, tokens = self.decision.ttft_s, self.sent_at, self.output_tokens
+        if tokens <= 1 or not 0 < ttft_s < _INF:
+            return now
+        share = ttft_s / (ttft_s + (tokens - 1) * each_s)
+        return sent_at + share * (now - sent_at)
 
     @property
     def output_tokens(self) -> int:

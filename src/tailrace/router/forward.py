@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from tailrace.router.admission import Queue, RetryBudget
 from tailrace.router.asked import BadRequest, kind_of, read_body
 from tailrace.router.asker import Asker
+from tailrace.router.bodies import Bodies
 from tailrace.router.downstream import Request, error_body
 from tailrace.router.exchange import OVER, Exchange
 from tailrace.router.http import is_request_id
@@ -43,6 +44,8 @@ class Forwarder:
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
         self._kinds: dict[bytes, str] = {}
+        # A local tokenizer needs the text as such.
+        self._read = read_body if plane.fleet.counter.reads_text else Bodies().read
 
     def start(self, request: Request) -> Exchange | None:
         """Begin with a client's request; None: it is answered already."""
@@ -53,7 +56,7 @@ class Forwarder:
             kind = self._kinds.get(head.path) or self._kind(head.path)
             if kind != "other":
                 try:
-                    asked = read_body(kind, head.lower, request.body)
+                    asked = self._read(kind, head.lower, request.body)
                 except BadRequest as error:
                     self.telemetry.request_done(None, 400, "refused", kind)
                     request.client.answer(head, 400, error_body(400, str(error)))

@@ -24,6 +24,7 @@ MOST = 512
 LONGEST = 4096
 _LINES = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")
 _LINE_BYTES = len(_LINES[0])
+_MOST_DIGITS = 18
 
 Head = TypeVar("Head", RequestHead, ResponseHead)
 
@@ -44,14 +45,21 @@ class Requests:
 
     def __init__(self) -> None:
         self._known: _Known[RequestHead] = _Known()
+        self.last: tuple[bytes, bytes, RequestHead] | None = None
+        """What stood before and after the length in the head read last, and that head, if any
+        other length there would make no difference; for :func:`length_in`."""
 
     def read(self, data: bytes) -> tuple[RequestHead, int]:
         """Read a head with its empty line; return it and the length of its body in bytes, which
         means nothing if it is chunked. Raise ``RefusedError`` if it is not safe."""
         before, digits, after = split(data)
         head = self._known.get((before, after))
+        self.last = None
         if head is not None:
-            return head, 0 if digits is None else content_length(digits)
+            if digits is None:
+                return head, 0
+            self.last = before, after, head
+            return head, content_length(digits)
         head = parse_request(data)
         if _is_length(head, digits):
             self._known.keep(before, after, head)
@@ -63,9 +71,12 @@ class Responses:
 
     def __init__(self) -> None:
         self._known: _Known[ResponseHead] = _Known()
+        self.last: tuple[bytes, bytes, ResponseHead] | None = None
+        """As in :class:`Requests`; the head is of some length."""
 
     def read(self, data: bytes, method: bytes) -> ResponseHead:
         """Read the head of an answer to ``method``; raise ``BrokenMessageError`` if it is odd."""
+        self.last = None
         if method == b"HEAD":
             return parse_response(data, method)
         before, digits, after = split(data)
@@ -81,7 +92,22 @@ class Responses:
             length = content_length(digits)
         except RefusedError as error:
             raise BrokenMessageError(error.why) from None
+        self.last = before, after, known
         return known if length == known.framing.length else known.of_length(length)
+
+
+def length_in(data: bytes, before: bytes, after: bytes) -> tuple[int, int]:
+    """Return where the head at the start of ``data`` ends, and the length it tells.
+
+    The end is 0 if the head is none that has these bytes before and after its length.
+    """
+    start = len(before)
+    if data.startswith(before):
+        end = data.find(b"\r", start, start + _MOST_DIGITS + 1)
+        digits = data[start:end]
+        if end > 0 and digits.isdigit() and data.startswith(after, end):
+            return end + len(after), int(digits)
+    return 0, 0
 
 
 def split(head: bytes) -> tuple[bytes, bytes | None, bytes]:

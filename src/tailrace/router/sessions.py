@@ -22,6 +22,9 @@ class Session:
 class Sessions:
     """The latest ``most`` conversations."""
 
+    shared = False
+    """Whether others are told of them."""
+
     def __init__(self, most: int) -> None:
         self._most = most
         self._numbers = itertools.count()
@@ -62,6 +65,8 @@ class SharedSessions(Sessions):
     The table they share has one place per key, so that a newer conversation may take an older
     one's; then only the worker that has seen the older one remembers it.
     """
+
+    shared = True
 
     def __init__(self, most: int, cells: Any, worker: int, workers: int) -> None:
         """``cells``: the numbers of the shared table, see books.py."""

@@ -85,6 +85,11 @@ class TokenCounter:
         """Units of content per token, over all models."""
         self._tokenizer = _load(tokenizer) if tokenizer is not None else None
 
+    @property
+    def reads_text(self) -> bool:
+        """Whether it needs the prompt's text, not only its length."""
+        return self._tokenizer is not None
+
     def count(self, asked: Asked, size: int) -> tuple[int, str]:
         """Return the prompt's tokens, at least 1, and how they are known; ``size`` in bytes."""
         if asked.token_ids is not None:
@@ -115,11 +120,14 @@ class TokenCounter:
             if len(self._models) >= _MAX_MODELS:  # names come from clients
                 self._models.clear()
             seen = self._models[model] = _Seen()
-        for part in (seen, self._all):
-            part.size = part.size * _KEEP + size
-            part.tokens = part.tokens * _KEEP + tokens
-            part.prompts += 1
-        self.units_per_token = self._all.size / self._all.tokens / UNIT_BYTES
+        seen.size = seen.size * _KEEP + size
+        seen.tokens = seen.tokens * _KEEP + tokens
+        seen.prompts += 1
+        both = self._all
+        both.size = both.size * _KEEP + size
+        both.tokens = both.tokens * _KEEP + tokens
+        both.prompts += 1
+        self.units_per_token = both.size / both.tokens / UNIT_BYTES
 
     def prompts_seen(self, model: str | None = None) -> int:
         """How many prompts the figure of a model rests on; 0: it is only assumed."""

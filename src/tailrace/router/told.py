@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from tailrace.router.decide import Decision
 
 _CONTROL = bytes(range(32)) + b"\x7f"
-_POLICIES: dict[str, bytes] = {}
+#: Texts as values of headers. Most reasons come again and again.
+_VALUES: dict[str, bytes] = {}
+_MOST_VALUES = 4096
 _GOOD = frozenset(("done", "client_gone", "rejected"))
 
 _log = logging.getLogger("tailrace.router")
@@ -25,20 +27,24 @@ def headers(
         return b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n" % (
             request_id, target.label_bytes,
         )  # fmt: skip
-    policy = _POLICIES.get(decision.policy)
-    if policy is None:  # there are no more than the settings name
-        policy = _POLICIES[decision.policy] = _header_value(decision.policy)
     return (
         b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n"
         b"x-tailrace-policy: %b\r\nx-tailrace-reason: %b\r\n"
-    ) % (request_id, target.label_bytes, policy, _header_value(decision.reason))
+    ) % (
+        request_id,
+        target.label_bytes,
+        _VALUES.get(decision.policy) or _header_value(decision.policy),
+        _VALUES.get(decision.reason) or _header_value(decision.reason),
+    )
 
 
 def _header_value(text: str) -> bytes:
     """Make any text safe for a header."""
-    if text.isascii() and text.isprintable():
-        return text.encode()[:256]
-    return text.encode("ascii", "replace").translate(None, _CONTROL)[:256]
+    value = text.encode("ascii", "replace").translate(None, _CONTROL)[:256]
+    if len(_VALUES) >= _MOST_VALUES:
+        _VALUES.clear()
+    _VALUES[text] = value
+    return value
 
 
 def log(

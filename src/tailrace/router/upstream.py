@@ -15,7 +15,7 @@ from tailrace.router.framing import (
     CloseReader,
     reader_for,
 )
-from tailrace.router.heads import Responses
+from tailrace.router.heads import Responses, length_in
 from tailrace.router.http import RequestHead, ResponseHead, upstream_head
 from tailrace.router.settings import BackendSettings, LimitSettings
 
@@ -47,7 +47,10 @@ class Sink(Protocol):
         """Bytes as they came, framing included, and what they mean."""
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
-        """An answer of known length that came in one piece: ``head`` and ``body`` in one."""
+        """An answer of known length that came in one piece: ``head`` and ``body`` in one.
+
+        The length that the head tells may be another's.
+        """
 
 
 class UpstreamConnection(asyncio.Protocol):
@@ -134,8 +137,18 @@ class UpstreamConnection(asyncio.Protocol):
         sink.failed("the connection was closed by the backend", connecting=False)
 
     def _read_head(self, data: bytes, sink: Sink) -> None:
+        last = self.pool.heads.last
         if self._head_bytes:
             data = self._head_bytes + data
+        elif last is not None and self._method != b"HEAD":
+            # Most answers of a server have the head of the one before.
+            end, length = length_in(data, last[0], last[1])
+            if end and len(data) == end + length:
+                self._keep = last[2].keep_alive
+                self.sink = None
+                self._give_back(more=False)
+                sink.whole(last[2], data[end:])
+                return
         while True:
             end = data.find(b"\r\n\r\n") + 4
             if end < 4 or end > MAX_HEAD_BYTES:

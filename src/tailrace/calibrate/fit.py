@@ -34,7 +34,7 @@ PRECISION = 1e-3
 #: Share that the form of the model may be off by; noise counts as far as it is more than that.
 SYSTEMATIC = 3e-3
 #: The shares among which :func:`likeliest` chooses.
-FORMS = (1e-3, 3e-3, 1e-2, 3e-2, 0.1)
+FORMS = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2)
 #: A deviation, in those expected, beyond which it does not matter how far beyond.
 GROSS = 4.0
 #: Parameters a knot counts as: its place, its slope, and one for the choice among many.

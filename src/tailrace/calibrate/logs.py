@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tailrace.calibrate.fit import FIXED, Fitted, Floats, Ints, Sums, fit
+from tailrace.calibrate.fit import FIXED, FORMS, Fitted, Floats, Ints, Sums, fit
 from tailrace.calibrate.probes import BUDGETS
 from tailrace.calibrate.result import (
     ASSUMED,
@@ -37,8 +37,8 @@ LEAST_REQUESTS = 50
 PASSES, SETTLED, LEAST_STEP = 20, 1e-3, 0.1
 #: Requests that decide on the number of tokens per iteration, and the passes of a candidate.
 SAMPLE, SAMPLE_PASSES = 600, 2
-#: Jitter of recorded times, ms; what is not much longer counts less.
-JITTER_MS = 0.01
+#: Possible jitters of recorded times, ms; what is not much longer counts less.
+JITTERS_MS = (0.01, 0.3, 1.0, 3.0, 10.0, 30.0)
 #: Errors of the time to first token beyond which the log does not fit the simulator.
 DOUBTFUL = 0.25
 _MOST_ERRORS = 99.0
@@ -173,16 +173,20 @@ def _settle(
     and iterations summed up over those say little. Returns the fit, with the model that came
     nearest, and its distance.
     """
-    explained, nearest = _looked_at(parts, replica, model)
-    fitted, step = fit(explained.sums, noise_ms=JITTER_MS), 1.0
+    explained = _looked_at(parts, replica, model)
+    fitted, step = _fitted(explained.sums), 1.0
     best, best_explained = replace(fitted, model=model), explained
+    nearest = _distance(explained, fitted.overhead_ms)
     for _ in range(passes):
         trial = _blend(best.model, fitted.model, step)
-        explained, distance = _looked_at(parts, replica, trial)
+        overhead_ms = (1.0 - step) * best.overhead_ms + step * fitted.overhead_ms
+        explained = _looked_at(parts, replica, trial)
+        distance = _distance(explained, overhead_ms)
         if distance < (1.0 - SETTLED) * nearest:
             nearest, step = distance, 1.0
-            fitted = fit(explained.sums, noise_ms=JITTER_MS)
-            best, best_explained = replace(fitted, model=trial), explained
+            fitted = _fitted(explained.sums)
+            best = replace(fitted, model=trial, overhead_ms=overhead_ms)
+            best_explained = explained
         else:
             step /= 2
             if step < LEAST_STEP:
@@ -190,14 +194,36 @@ def _settle(
     return best, best_explained, nearest
 
 
-def _looked_at(
-    parts: Sequence[_Part], replica: Replica, model: CostModel
-) -> tuple[_Explained, float]:
-    """Return the recorded times as sums of simulated iterations, and how far the simulated are."""
+def _fitted(sums: Sums) -> Fitted:
+    """Fit with the jitter and the error of the model's form that make the log likeliest.
+
+    On a busy machine waits are longer by chance, by some ms whatever their length; were only
+    relative errors counted, the shortest waits would decide.
+    """
+    plain = Sums(sums.fixed, np.zeros((len(sums.ms), 0)), (), sums.ms)
+    rough = (
+        (fit(plain, noise_ms=jitter_ms, form=form), jitter_ms)
+        for jitter_ms in JITTERS_MS
+        for form in FORMS
+    )
+    likeliest, jitter_ms = min(rough, key=lambda found: found[0].surprise)
+    return fit(sums, noise_ms=jitter_ms, form=likeliest.form)
+
+
+def _looked_at(parts: Sequence[_Part], replica: Replica, model: CostModel) -> _Explained:
+    """Return the recorded times as sums of iterations simulated with a model."""
     now = replica.model_copy(update={"cost": model})
-    explained = _joined([_explained(part, now) for part in parts])
-    off = np.abs(np.log(np.maximum(explained.simulated_ms, 1e-3) / explained.sums.ms))
-    return explained, float(np.minimum(off, 1.0).mean())
+    return _joined([_explained(part, now) for part in parts])
+
+
+def _distance(explained: _Explained, overhead_ms: float) -> float:
+    """Return how far simulated times are from recorded ones.
+
+    With the overhead of requests: without it, a model would do best that has it in its iterations.
+    """
+    simulated_ms = explained.simulated_ms + overhead_ms * explained.is_first
+    off = np.abs(np.log(np.maximum(simulated_ms, 1e-3) / explained.sums.ms))
+    return float(np.minimum(off, 1.0).mean())
 
 
 def _blend(a: CostModel, b: CostModel, share: float) -> CostModel:
@@ -291,7 +317,7 @@ def _first_guess(parts: Sequence[_Part]) -> CostModel:
     fixed, ms = (np.concatenate([r[k] for r in rows]) for k in (0, 1))
     if len(ms) < FIXED:
         raise TailraceError("the log has no streamed answers of two tokens or more to learn from")
-    return fit(Sums(fixed, np.zeros((len(ms), 0)), (), ms), noise_ms=JITTER_MS).model
+    return _fitted(Sums(fixed, np.zeros((len(ms), 0)), (), ms)).model
 
 
 def _answers(part: _Part) -> tuple[Floats, Floats]:

@@ -112,15 +112,23 @@ class Process:
                 os.killpg(self._child.pid, number)
 
 
-def vllm_server(name: str, model: Path, log: Path) -> Process:
-    """A real server with the tiny model; not started."""
+def vllm_server(
+    name: str,
+    model: Path,
+    log: Path,
+    *,
+    longest: int = 2048,
+    batch: int = BATCH,
+    blocks: int = BLOCKS,
+) -> Process:
+    """A real server with the tiny model; not started. ``longest``: tokens of prompt and answer."""
     port = free_port()
     flags = [
         "--model", str(model), "--served-model-name", MODEL,
         "--host", "127.0.0.1", "--port", str(port),
-        "--dtype", "float32", "--max-model-len", "2048", "--enforce-eager",
-        "--max-num-seqs", str(BATCH), "--block-size", str(BLOCK_TOKENS),
-        "--num-gpu-blocks-override", str(BLOCKS), "--enable-prompt-tokens-details",
+        "--dtype", "float32", "--max-model-len", str(longest), "--enforce-eager",
+        "--max-num-seqs", str(batch), "--block-size", str(BLOCK_TOKENS),
+        "--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details",
     ]  # fmt: skip
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *flags]
     server = Process(name, command, port, log)

@@ -133,9 +133,11 @@ def test_client_that_leaves_stops_the_server(servers, router):
     before = sum(metric(server, "vllm:generation_tokens_total") for server in servers)
 
     def leave(reply):
-        raise KeyboardInterrupt
+        if reply.body.count(b"data:") > 100:
+            raise KeyboardInterrupt
 
-    body = streamed(story("leaving"), max_tokens=1800)
+    # Eight answers: on a busy machine the engine may be through with one before it hears of it.
+    body = streamed(story("leaving"), max_tokens=1800, n=8)
     with pytest.raises(KeyboardInterrupt):
         post(router.address, "/v1/completions", body, on_data=leave)
     wait_for(
@@ -143,7 +145,7 @@ def test_client_that_leaves_stops_the_server(servers, router):
         60, "the servers to stop", every_s=0.05,
     )  # fmt: skip
     made = sum(metric(server, "vllm:generation_tokens_total") for server in servers) - before
-    assert 0 < made < 1800
+    assert 0 < made < 8 * 1800
     assert all(b["ledger_in_flight"] == 0 for b in router.backends().values())
 
 
@@ -227,7 +229,7 @@ def test_metrics_of_the_servers_are_read(router):
         if 1 not in seen:
             seen.append(max(r["running"] for r in read().values()))
 
-    body = streamed(story("metrics"), max_tokens=500)
+    body = streamed(story("metrics"), max_tokens=1500)
     assert post(router.address, "/v1/completions", body, on_data=busy).is_whole
     assert 1 in seen
     wait_for(lambda: not any(r["running"] for r in read().values()), 30, "idle servers")

@@ -1,4 +1,7 @@
-"""Makes a tiny random Llama with a tokenizer in a folder, offline: ``tiny_model.py FOLDER``.
+"""Makes a tiny random Llama with a tokenizer in a folder: ``tiny_model.py FOLDER [SCALE]``.
+
+With a SCALE above 1 it is so much wider and has so many layers more: slower, so that reading a
+prompt takes longer than everything around it.
 
 Runs with the Python that has vLLM, which brings transformers and torch. The weights come from a
 fixed seed, so that two servers answer the same prompt alike.
@@ -12,6 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY = 512
+POSITIONS = 8192
 END = "<|end|>"
 SENTENCES = (
     "The gate keeper counts the queues of the river and sends each boat to the shortest one.",
@@ -39,24 +43,24 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=2048
+        tokenizer_object=tokenizer, eos_token=END, pad_token=END, model_max_length=POSITIONS
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.save_pretrained(folder)
     return fast
 
 
-def save_model(folder: Path, end: int) -> None:
-    """Save two layers of random weights, about 0.4 million."""
+def save_model(folder: Path, end: int, scale: int) -> None:
+    """Save two layers of random weights, about 0.4 million, or more of a larger scale."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
+        hidden_size=128 * scale,
+        intermediate_size=256 * scale,
+        num_hidden_layers=2 * scale,
+        num_attention_heads=4 * scale,
+        num_key_value_heads=2 * scale,
+        max_position_embeddings=POSITIONS,
         bos_token_id=end,
         eos_token_id=end,
         pad_token_id=end,
@@ -69,4 +73,4 @@ if __name__ == "__main__":
     target.mkdir(parents=True, exist_ok=True)
     end_id = save_tokenizer(target).eos_token_id
     assert isinstance(end_id, int)
-    save_model(target, end_id)
+    save_model(target, end_id, int(sys.argv[2]) if len(sys.argv) > 2 else 1)

@@ -16,6 +16,7 @@ from learn.tiny import (  # noqa: E402
 from tailrace.learn import fit  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.policy import checkpoint  # noqa: E402
+from tailrace.policy.architecture import SKETCH  # noqa: E402
 
 pytestmark = pytest.mark.compiled
 
@@ -133,6 +134,7 @@ def test_a_finished_run_can_be_resumed_without_effect(place, whole):
     outcome = Trainer(run, None, 1).run()
     assert changed(content(run), whole("branching")) == []
     assert outcome.best == run / "best.tailrace"
+    assert SKETCH in checkpoint.load(outcome.best).tensors
 
 
 # ---- what a run does ----------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def answer(policy: LearnedPolicy, situation: Situation, name: str) -> Answer:
             in_flight=int(row["in_flight"]),
             cached_tokens=int(row["cached_tokens"]),
             speed=float(row["speed"]),
-            logit=float(explained.logits[i]) if mask[i] else None,
+            logit=float(explained.logits[i]) if np.isfinite(explained.logits[i]) else None,
             probability=float(explained.probabilities[i]),
             reasons=reasons[i],
         )

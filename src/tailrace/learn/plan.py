@@ -19,6 +19,11 @@ from tailrace.learn.settings import (
 from tailrace.learn.worlds import Driver, LabelTask, World
 from tailrace.seeds import Purpose, generator, seeds
 from tailrace.sim.build import why_not_compiled
+from tailrace.sim.engine import LEARNED_CODE
+
+#: What the sketch of a finished network is fitted to (learn/sketch.py): a share of the choices is
+#: random, so that it sees more than the network gets into.
+SKETCH_WORLDS, SKETCH_DECISIONS, SKETCH_EPSILON = 24, 200, 0.05
 
 
 @dataclass(frozen=True)
@@ -139,6 +144,27 @@ class Plan:
                     unbalanced=bool(rng.random() < d.unbalanced),
                     rows=d.decisions,
                     epsilon=d.student_epsilon if student_drives else d.epsilon,
+                )
+            )
+        return tasks
+
+    def sketch_tasks(self, network: np.ndarray) -> list[LabelTask]:
+        """Return tasks that show what a finished network meets: it drives by itself."""
+        most = self.settings.demonstrations.warmup
+        itself = (Driver(LEARNED_CODE, network),)
+        tasks = []
+        for world in self.worlds(0, SKETCH_WORLDS, most + SKETCH_DECISIONS + 1, None):
+            warmup = int(generator(world.seed, "sketch").integers(most // 10, most + 1))
+            tasks.append(
+                LabelTask(
+                    world,
+                    network,
+                    itself,
+                    student_drives=True,
+                    warmup=warmup,
+                    unbalanced=False,
+                    rows=SKETCH_DECISIONS,
+                    epsilon=SKETCH_EPSILON,
                 )
             )
         return tasks

@@ -27,6 +27,7 @@ from tailrace.errors import TailraceError
 from tailrace.learn.settings import TrainSettings
 from tailrace.output.atomic import atomic_path
 from tailrace.policy import checkpoint
+from tailrace.policy.architecture import SKETCH
 from tailrace.policy.network import Network
 
 Arrays = dict[str, NDArray[Any]]
@@ -148,13 +149,17 @@ class RunFolder:
         settings: TrainSettings,
         step: int,
         scores: Mapping[str, Any],
+        sketch: NDArray[np.float32] | None = None,
     ) -> None:
         """Write a policy file."""
+        tensors = network.tensors()
+        if sketch is not None:
+            tensors[SKETCH] = sketch
         training = {"step": step, "settings": settings.model_dump(mode="json")}
         checkpoint.save(
             path,
             network.config,
-            network.tensors(),
+            tensors,
             training=training,
             seeds=[settings.seed],
             scores=scores,

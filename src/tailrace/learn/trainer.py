@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tailrace.errors import TailraceError
-from tailrace.learn import fit, outside, safety
+from tailrace.learn import fit, outside, safety, sketch
 from tailrace.learn.curriculum import Curriculum
 from tailrace.learn.exploration import Exploration
 from tailrace.learn.improvement import Branching, Improvement, gather
@@ -319,6 +319,7 @@ class Trainer:
         best_score = self.progress.best_score
         if best_score is None:
             raise TailraceError("the run ended without an evaluation")
+        self._sketch_best()
         checks = safety.health(self._rows, best_score, self.validation.best_rule, equal)
         self.folder.write_json("health.json", [asdict(check) for check in checks])
         return Outcome(
@@ -327,6 +328,25 @@ class Trainer:
             self.validation.best_rule,
             self.validation.rules[0],
             checks,
+        )
+
+    def _sketch_best(self) -> None:
+        """Give the best policy the means to make a shortlist of a large cluster."""
+        self.watcher.phase("sketching")
+        about, tensors = checkpoint.read(self.folder.best)
+        best = Network(self.network.config, self.network.features, self.network.globals_)
+        best.load_tensors(tensors)
+        tasks = self.plan.sketch_tasks(pack(best.config, best.tensors()))
+        seen = grouped(gather(self.workers, label, tasks, self.watcher.tasks))
+        if not seen:
+            return  # traffic too short to see anything: it looks at all replicas
+        self.folder.save_policy(
+            self.folder.best,
+            best,
+            self.settings,
+            self.progress.best_step,
+            about["scores"],
+            sketch.fit(best, seen),
         )
 
     # ---- state ----------------------------------------------------------------------------------

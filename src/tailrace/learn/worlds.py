@@ -1,6 +1,6 @@
 """Worlds to learn in: a scenario with traffic of its own, and the work done in it by a process."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -135,6 +135,7 @@ def label(task: LabelTask) -> Samples:
     teacher = task.teachers[0]
     if len(task.teachers) > 1:
         teacher = min(task.teachers, key=lambda t: score(ScoreTask(task.world, t)).cost_s)
+    teacher = replace(teacher, params=teacher.params.copy())  # so may a teacher's
     driver = Driver(engine.LEARNED_CODE, network) if task.student_drives else teacher
     if task.unbalanced:
         kernels.unbalance(fleet, tables, 0, task.warmup)

@@ -18,9 +18,12 @@ from tailrace.errors import TailraceError, unknown_name
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.policy.rules import RULES
-from tailrace.policy.tiles import TILE_ROWS
+from tailrace.policy.tiles import NARROW, TILE_ROWS
 
 Tensors = Mapping[str, NDArray[np.float32]]
+#: Tensor [features] of a finished policy: the shortlist are the replicas of largest product with
+#: their observation. A policy without it looks at all replicas, however many.
+SKETCH = "sketch.weight"
 
 FEATURE_NAMES = tuple(feature.name for feature in (*REPLICA_FEATURES, *REQUEST_FEATURES))
 #: A feature that hardly varied in training is not blown up beyond this when it does vary later.
@@ -52,6 +55,8 @@ class NetworkConfig(Settings):
     """How much a standard deviation of the rule's scores lowers the logit."""
     ignore: tuple[str, ...] = ()
     """Features the network must not look at, by name: to see what they are good for."""
+    shortlist: int = Field(default=12, ge=2, le=1024)
+    """Most replicas a finished policy looks at; of more, a linear sketch of itself picks these."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -113,8 +118,8 @@ def _linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
 # ---- one vector for compiled code ---------------------------------------------------------------
 
 #: Places in the header: sizes, the prior, and from OFFSETS on where each part begins.
-FEATURES, GLOBALS, HIDDEN, ATTENTION, HEADS, SCORER, MEMORY, MOST = range(8)
-PRIOR_CODE, PRIOR_WEIGHT, PRIOR_COUNT, PRIOR_PARAMS = range(8, 12)
+FEATURES, GLOBALS, HIDDEN, ATTENTION, HEADS, SCORER, MEMORY, MOST, SHORTLIST = range(9)
+PRIOR_CODE, PRIOR_WEIGHT, PRIOR_COUNT, PRIOR_PARAMS = range(9, 13)
 MAX_PRIOR_PARAMS = 6
 NO_PRIOR = -1
 OFFSETS = PRIOR_PARAMS + MAX_PRIOR_PARAMS
@@ -139,7 +144,8 @@ OFFSETS = PRIOR_PARAMS + MAX_PRIOR_PARAMS
     GRU_MEMORY_WEIGHT,
     GRU_INPUT_BIAS,
     GRU_MEMORY_BIAS,
-) = range(OFFSETS, OFFSETS + 18)
+    SKETCH_WEIGHT,
+) = range(OFFSETS, OFFSETS + 19)
 #: Scratch space.
 (
     X,  # [rows, features] observation of the replicas
@@ -150,19 +156,21 @@ OFFSETS = PRIOR_PARAMS + MAX_PRIOR_PARAMS
     H,  # [rows, hidden] embedding
     FIRST,  # [rows, hidden] first layer
     PROJECTED,  # [rows, 3, attention] queries, keys and values
-    KEYS,  # [attention, rows] the keys once more, those of one unit side by side
+    KEYS,  # [attention, columns] the keys once more, those of one unit side by side
     MIXED,  # [rows, attention] values weighed by attention
-    WEIGHTS,  # [TILE_ROWS, rows] attention of some replicas to all
+    WEIGHTS,  # [TILE_ROWS, columns] attention of some replicas to all
     S,  # [rows, scorer] hidden layer of the scorer
     LOGITS,  # [rows]
     GATES,  # [6 * memory] of the GRU
     M,  # [memory] its state, kept from decision to decision
+    SKETCHED,  # [rows] what the sketch says of each replica
+    LISTED,  # [shortlist] replicas on the shortlist, in their order
     END,
-) = range(OFFSETS + 18, OFFSETS + 34)
+) = range(OFFSETS + 19, OFFSETS + 37)
 HEADER = END + 1
 
-#: Replicas are computed so many at a time: there are rows to spare.
-MAX_ROWS = MAX_REPLICAS + TILE_ROWS
+#: Replicas are computed several at a time, a tile of the attention at the most: rows to spare.
+MAX_ROWS = MAX_REPLICAS + NARROW
 
 
 def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
@@ -176,6 +184,7 @@ def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
         *(features * MAX_ROWS, globals_, MAX_ROWS, MAX_ROWS, max(hidden, config.scorer_hidden)),
         *(hidden * MAX_ROWS, hidden * MAX_ROWS, 3 * attention, attention, attention),
         *(TILE_ROWS * MAX_ROWS, config.scorer_hidden * MAX_ROWS, MAX_ROWS, 6 * memory, memory),
+        *(MAX_ROWS, config.shortlist),
     )
     sizes = [weight.size for weight in weights] + list(scratch)
     # Each part begins on a multiple of 16 floats: a cache line.
@@ -186,9 +195,10 @@ def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
     for weight, start in zip(weights, starts, strict=False):
         floats[start : start + weight.size] = weight.ravel()
     params[:OFFSETS] = 0
-    params[FEATURES : MOST + 1] = (
+    params[FEATURES : SHORTLIST + 1] = (
         *(features, globals_, hidden, config.attention, config.heads),
         *(config.scorer_hidden, memory, MAX_REPLICAS),
+        config.shortlist if SKETCH in tensors else MAX_REPLICAS,
     )
     params[OFFSETS:HEADER] = starts
     params[PRIOR_CODE] = NO_PRIOR
@@ -240,4 +250,23 @@ def _inference_weights(
         transposed("gru.weight_hh") if has_memory else np.zeros(0),
         plain("gru.bias_ih"),
         plain("gru.bias_hh"),
+        plain(SKETCH),
     ]
+
+
+def looked_at(
+    config: NetworkConfig,
+    tensors: Tensors,
+    replica_obs: NDArray[np.floating],
+    available: NDArray[np.bool_],
+) -> NDArray[np.bool_]:
+    """Return which of ``n`` replicas the network looks at, from [n, F] and [n].
+
+    The slow twin of what policy/inference.py does.
+    """
+    if SKETCH not in tensors or len(available) <= config.shortlist:
+        return available
+    sketched = np.where(available, replica_obs.astype(np.float64) @ tensors[SKETCH], -np.inf)
+    listed = np.zeros_like(available)
+    listed[np.argsort(-sketched, kind="stable")[: config.shortlist]] = True
+    return np.asarray(listed & available)

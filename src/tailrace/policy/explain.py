@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.policy.architecture import STD_FLOOR, NetworkConfig, Tensors
+from tailrace.policy.architecture import STD_FLOOR, NetworkConfig, Tensors, looked_at
 from tailrace.policy.learned import LearnedPolicy
 
 Array = NDArray[np.float64]
@@ -19,7 +19,7 @@ STEP = 1e-5
 class Explanation(NamedTuple):
     """One decision over ``n`` replicas."""
 
-    logits: Array  #: [n], -inf where unavailable
+    logits: Array  #: [n], -inf where unavailable, or not on the shortlist of a large cluster
     probabilities: Array  #: [n] softmax of the logits
     attention: Array  #: [heads, n, n] how much a replica (row) looks at the others; rows sum to 1
     replica_gradients: Array  #: [n, F] change of a replica's logit with its own features
@@ -41,6 +41,7 @@ def explain(
     standardised scores of the network's rule, ``memory`` [M] its state before the decision.
     """
     config, tensors = policy.config, policy.tensors
+    available = looked_at(config, tensors, replica_obs, available)
     x = _normalised(tensors, "replica_norm", replica_obs)
     g = _normalised(tensors, "request_norm", request_obs)
     n, features = x.shape

@@ -10,7 +10,7 @@ import numpy as np
 
 from tailrace.compiled import vectorised, vectorised_finite
 from tailrace.policy import architecture as a
-from tailrace.policy.tiles import TILE_ROWS, multiply
+from tailrace.policy.tiles import NARROW, TILE_ROWS, multiply
 
 f32 = np.float32
 HALF, ONE = f32(0.5), f32(1.0)
@@ -145,22 +145,25 @@ def _attend(params, f, n):
     h, projected, mixed = _at(params, a.H), _at(params, a.PROJECTED), _at(params, a.MIXED)
     keys, weights = _at(params, a.KEYS), _at(params, a.WEIGHTS)
     stride = 3 * width
+    columns = -(-n // NARROW) * NARROW  # whole tiles; nobody looks at what is beyond the replicas
     _clear(f, projected, n * stride)
     _clear(f, mixed, n * width)
     _multiply(f, h, n, hidden, _at(params, a.PROJECTION_WEIGHT), stride, projected)
+    _clear(f, keys, width * columns)
     for i in range(n):
         for k in range(width):
-            f[keys + k * n + i] = f[projected + i * stride + width + k]
+            f[keys + k * columns + i] = f[projected + i * stride + width + k]
     size = width // _at(params, a.HEADS)
     for i in range(0, n, TILE_ROWS):
         for column in range(0, width, size):
             query = projected + i * stride + column
-            _clear(f, weights, TILE_ROWS * n)
-            multiply(f, query, stride, TILE_ROWS, size, keys + column * n, n, n, weights, n)
-            _softmax(params, f, n)
+            key = keys + column * columns
+            _clear(f, weights, TILE_ROWS * columns)
+            multiply(f, query, stride, TILE_ROWS, size, key, columns, columns, weights, columns)
+            _softmax(params, f, n, columns)
             value = projected + 2 * width + column
             target = mixed + i * width + column
-            multiply(f, weights, n, TILE_ROWS, n, value, stride, size, target, width)
+            multiply(f, weights, columns, TILE_ROWS, n, value, stride, size, target, width)
     _multiply(f, mixed, n, width, _at(params, a.OUTPUT_WEIGHT), hidden, h)
 
 
@@ -175,17 +178,17 @@ def _largest(values, mask):
 
 
 @vectorised
-def _softmax(params, f, n):
+def _softmax(params, f, n, columns):
     """Softmax of each row of WEIGHTS over the available replicas; all zero if there is none."""
     start, mask = _at(params, a.WEIGHTS), _at(params, a.MASK)
     available = f[mask : mask + n]
-    for row in range(start, start + TILE_ROWS * n, n):
+    for row in range(start, start + TILE_ROWS * columns, columns):
         weights = f[row : row + n]
         most = _largest(weights, available)
         for j in range(n):
             weights[j] -= most
-    _exp_all(f[start : start + TILE_ROWS * n])
-    for row in range(start, start + TILE_ROWS * n, n):
+    _exp_all(f[start : start + TILE_ROWS * columns])
+    for row in range(start, start + TILE_ROWS * columns, columns):
         weights = f[row : row + n]
         total = f32(0)
         for j in range(n):
@@ -271,6 +274,86 @@ def run(params, f, n):
 
 
 @vectorised
+def run_listed(params, f, n):
+    """The same, but of many replicas only the most promising ones are looked at.
+
+    The others get logits below those, in the order of the sketch. X, MASK and PRIOR are lost.
+    """
+    most = _at(params, a.SHORTLIST)
+    if n <= most:
+        run(params, f, n)
+        return
+    _sketch(params, f, n)
+    count = _list(params, f, n, most)
+    sketched, listed = _at(params, a.SKETCHED), _at(params, a.LISTED)
+    if count > 0:
+        run(params, f, count)
+    logits = _at(params, a.LOGITS)
+    least_logit, least_sketched = f32(0), f32(0)
+    for j in range(count):
+        value = f[sketched + np.int64(f[listed + j])]
+        least_logit = min(least_logit, f[logits + j]) if j else f[logits + j]
+        least_sketched = min(least_sketched, value) if j else value
+    # From the last to the first: a replica never stands before its place on the list.
+    j = count - 1
+    for i in range(n - 1, -1, -1):
+        if j >= 0 and np.int64(f[listed + j]) == i:
+            f[logits + i] = f[logits + j]
+            j -= 1
+        else:
+            f[logits + i] = least_logit + min(f[sketched + i] - least_sketched, f32(0))
+
+
+@vectorised
+def _sketch(params, f, n):
+    """What the sketch says of every replica; LEAST of those that are not available."""
+    x, features = _at(params, a.X), _at(params, a.FEATURES)
+    weights = f[_at(params, a.SKETCH_WEIGHT) : _at(params, a.SKETCH_WEIGHT) + features]
+    sketched, mask = _at(params, a.SKETCHED), _at(params, a.MASK)
+    for i in range(n):
+        row = f[x + i * features : x + (i + 1) * features]
+        total = f32(0)
+        for k in range(features):
+            total += row[k] * weights[k]
+        f[sketched + i] = total if f[mask + i] > 0 else LEAST
+
+
+@vectorised
+def _list(params, f, n, most):
+    """List the ``most`` most promising of the available replicas and move their rows to the front.
+
+    Returns how many there are.
+    """
+    sketched, listed = _at(params, a.SKETCHED), _at(params, a.LISTED)
+    count = 0
+    for i in range(n):  # into a list with the best first
+        value = f[sketched + i]
+        if value <= LEAST or (
+            count == most and value <= f[sketched + np.int64(f[listed + most - 1])]
+        ):
+            continue
+        j = count if count < most else most - 1
+        while j > 0 and value > f[sketched + np.int64(f[listed + j - 1])]:
+            f[listed + j] = f[listed + j - 1]
+            j -= 1
+        f[listed + j] = f32(i)
+        count = min(count + 1, most)
+    mask, chosen = _at(params, a.MASK), f32(2)
+    for j in range(count):
+        f[mask + np.int64(f[listed + j])] = chosen
+    x, features, prior = _at(params, a.X), _at(params, a.FEATURES), _at(params, a.PRIOR)
+    count = 0
+    for i in range(n):  # now in the order of the cluster
+        if f[mask + i] == chosen:
+            f[listed + count] = f32(i)
+            _copy(f, x + i * features, features, x + count * features)
+            f[prior + count] = f[prior + i]
+            f[mask + count] = ONE
+            count += 1
+    return count
+
+
+@vectorised
 def forward(params, replica_obs, request_obs, available, prior, logits):
     """Fill ``logits`` [n], -inf where ``available`` [n] is false; moves the memory on.
 
@@ -290,6 +373,6 @@ def forward(params, replica_obs, request_obs, available, prior, logits):
             f[x + i * features + k] = replica_obs[i, k]
         f[_at(params, a.MASK) + i] = ONE if available[i] else f32(0)
         f[_at(params, a.PRIOR) + i] = prior[i]
-    run(params, f, n)
+    run_listed(params, f, n)
     for i in range(n):
         logits[i] = f[_at(params, a.LOGITS) + i] if available[i] else -np.inf

@@ -11,7 +11,7 @@ from tailrace.errors import TailraceError
 from tailrace.policy import architecture as a
 from tailrace.policy.architecture import NetworkConfig, Tensors, pack
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.policy.inference import forward, run
+from tailrace.policy.inference import forward, run_listed
 from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.policy.rules import LEARNED, score
 from tailrace.policy.view import View
@@ -38,7 +38,7 @@ def learned_scores(view, params, scores):
     for i in range(n):
         f[prior + i] = scores[i]
         f[mask + i] = 1.0 if view.replicas[i]["available"] != 0 else 0.0
-    run(params, f, n)
+    run_listed(params, f, n)
     logits = np.int64(params[a.LOGITS])
     for i in range(n):
         scores[i] = -f[logits + i] if view.replicas[i]["available"] != 0 else np.inf
@@ -147,6 +147,8 @@ class LearnedPolicy(BuiltinPolicy):
 def check_tensors(config: NetworkConfig, tensors: Tensors, features: int, globals_: int) -> None:
     """Raise unless these are the tensors of such a network, and all of them finite."""
     expected = a.tensor_shapes(config, features, globals_)
+    if a.SKETCH in tensors:
+        expected[a.SKETCH] = (features,)
     for name, shape in expected.items():
         if name not in tensors:
             raise TailraceError(f"the network has no tensor '{name}'")

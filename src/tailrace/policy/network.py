@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as fn
 
-from tailrace.policy.architecture import FEATURE_NAMES, STD_FLOOR, NetworkConfig
+from tailrace.policy.architecture import FEATURE_NAMES, SKETCH, STD_FLOOR, NetworkConfig
 
 #: A masked replica's attention score: finite, so that a state without any replica gives no NaN.
 NOT_ATTENDED = -1e9
@@ -224,8 +224,12 @@ class Network(nn.Module):
         return {name: value.detach().cpu().numpy().copy() for name, value in self._named()}
 
     def load_tensors(self, tensors: dict[str, NDArray[np.float32]]) -> None:
-        """Take over weights and normalisers of a network of the same shape."""
-        self.load_state_dict({name: torch.tensor(value) for name, value in tensors.items()})
+        """Take over weights and normalisers of a network of the same shape.
+
+        A sketch is left out: it is made anew for the finished policy.
+        """
+        kept = {name: torch.tensor(value) for name, value in tensors.items() if name != SKETCH}
+        self.load_state_dict(kept)
 
     def _named(self) -> list[tuple[str, Tensor]]:
         return list(self.state_dict().items())

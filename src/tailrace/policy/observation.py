@@ -11,11 +11,13 @@ Everything is finite and within ``+-LIMIT``. The number of features follows from
 """
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import jit, vectorised
+from tailrace.policy.logarithm import log
 from tailrace.policy.rules import quantities
 from tailrace.policy.rules.predicted import predicted_ttft
 from tailrace.policy.view import HISTORY_S
@@ -42,6 +44,7 @@ class Feature:
 
 
 _LOG = "log1p(x)"
+_SIGNED_LOG = "sign(x) log1p(|x|)"
 _LOG_TOKENS = f"log1p(x/{TOKENS:g})"
 _LOG_SECONDS = f"log1p(x/{SECONDS:g})"
 
@@ -80,7 +83,7 @@ _OWN = (
     Feature(
         "trend",
         "requests",
-        "sign(x) log1p(|x|)",
+        _SIGNED_LOG,
         "ledger",
         f"in flight, less its moving average over {HISTORY_S:g} s",
     ),
@@ -200,6 +203,27 @@ _N_COMPARED = len(_COMPARED)
 _SOURCE = np.array([_column(name) for name in _COMPARED], np.int64)
 _BEST = _FIRST_COMPARED + _N_COMPARED
 _TTFT, _CACHED_SHARE, _KV_USED = _column("ttft"), _column("cached_share"), _column("kv_used")
+#: Columns that ``_rescale`` runs over: whole vectors. What lies behind ``_OWN`` is filled in later.
+_WHOLE = -(-len(_OWN) // 16) * 16
+_ZERO, _SMALLEST, _LARGEST = np.float32(0.0), np.float32(1e-30), np.float32(1e30)
+
+
+def _scaling(feature: Feature) -> tuple[bool, bool, float, float]:
+    """Whether it is a logarithm, and signed, of (quantity * per unit + plus)."""
+    if feature.scaling == _SIGNED_LOG:
+        return True, True, 1.0, 1.0
+    found = re.fullmatch(r"log(1p)?\(x(?:/([0-9.]+))?\)", feature.scaling)
+    if found is None:
+        return False, False, 0.0, 1.0
+    return True, False, 1.0 / float(found[2] or 1), 1.0 if found[1] else 0.0
+
+
+_SCALING = [_scaling(feature) for feature in _OWN]
+_SCALING += [(False, False, 0.0, 1.0)] * (_WHOLE - len(_OWN))
+_IS_LOG = np.array([scaling[0] for scaling in _SCALING])
+_IS_SIGNED = np.array([scaling[1] for scaling in _SCALING])
+_PER_UNIT = np.array([scaling[2] for scaling in _SCALING], np.float32)
+_PLUS = np.array([scaling[3] for scaling in _SCALING], np.float32)
 
 
 @jit
@@ -211,6 +235,7 @@ def observe(view, replica_obs, request_obs):
     last = quantities.usable_last(view)
     for i in range(view.replicas.size):
         _show_replica(view, i, i == last, replica_obs[i])
+        _rescale(replica_obs[i])
     _compare(view.replicas, replica_obs)
     _show_request(view, request_obs)
     _show_cluster(view, replica_obs, request_obs)
@@ -231,36 +256,52 @@ def _show_replica(view, i, is_last, row):
     uncached = quantities.uncached(view, i)
     held = quantities.in_flight_tokens(replica)
     ttft = predicted_ttft(view, i)
-    row[0] = _log(queued, 1.0)
-    row[1] = _log(in_flight, 1.0)
-    row[2] = _log(now - replica["oldest_sent"], SECONDS) if queued > 0 else 0.0
+    # Quantities as they are; ``_rescale`` makes the numbers of them.
+    row[0] = queued
+    row[1] = in_flight
+    row[2] = now - replica["oldest_sent"] if queued > 0 else 0.0
     mean_sent = replica["queued_since_sum"] / max(1, queued)
-    row[3] = _log(now - mean_sent, SECONDS) if queued > 0 else 0.0
-    row[4] = _log(replica["queued_tokens"], TOKENS)
-    row[5] = _log(replica["queued_uncached"], TOKENS)
-    row[6] = _log(replica["context_tokens"], TOKENS)
+    row[3] = now - mean_sent if queued > 0 else 0.0
+    row[4] = replica["queued_tokens"]
+    row[5] = replica["queued_uncached"]
+    row[6] = replica["context_tokens"]
     streamed = replica["context_tokens"] - replica["answering_prompts"]
-    row[7] = _log(replica["predicted_tokens"] - streamed, TOKENS)
+    row[7] = replica["predicted_tokens"] - streamed
     watched_s = max(1.0, view.router["watched_s"])
-    row[8] = _log(replica["recent_tokens"] / watched_s, TOKENS_PER_S)
-    row[9] = _log(quantities.recent_work(view, i), TOKENS)
-    row[10] = _signed_log(in_flight - _mean_in_flight(view, i))
+    row[8] = replica["recent_tokens"] / watched_s
+    row[9] = quantities.recent_work(view, i)
+    row[10] = in_flight - _mean_in_flight(view, i)
     row[11] = quantities.kv_used(replica)
-    row[12] = _log(quantities.waiting_now(replica), 1.0)
-    row[13] = _log(now - replica["metrics_at"], SECONDS) if has_metrics else 0.0
+    row[12] = quantities.waiting_now(replica)
+    row[13] = now - replica["metrics_at"] if has_metrics else 0.0
     row[14] = 1.0 if has_metrics else 0.0
     row[15] = _within((capacity - held - request["prompt_tokens"]) / capacity, 1.0)
     row[16] = _within((slots - in_flight) / slots, 1.0)
-    row[17] = _log(replica["cached_tokens"], TOKENS)
+    row[17] = replica["cached_tokens"]
     row[18] = quantities.matched_share(view, i)
-    row[19] = _log(uncached, TOKENS)
+    row[19] = uncached
     row[20] = _within(replica["index_tokens"] / capacity, 1.0)
     row[21] = 1.0 if is_last else 0.0
-    row[22] = _log(uncached / max(1e-9, replica["prefill_tokens_per_s"]), SECONDS)
-    row[23] = _log(ttft, SECONDS)
-    row[24] = math.log(max(1e-9, ttft) / max(1e-9, request["ttft_slo_s"]))
-    row[25] = _log(_decode_s(view, i), 0.01)
-    row[26] = math.log(max(1e-9, replica["prefill_tokens_per_s"]) / 10_000.0)
+    row[22] = uncached / max(1e-9, replica["prefill_tokens_per_s"])
+    row[23] = ttft
+    row[24] = max(1e-9, ttft) / max(1e-9, request["ttft_slo_s"])
+    row[25] = _decode_s(view, i)
+    row[26] = max(1e-9, replica["prefill_tokens_per_s"])
+
+
+@vectorised
+def _rescale(row):
+    """Make the numbers of ``_OWN`` of the quantities in ``row``, by the schema's scaling.
+
+    It runs over a few columns more than that, so that whole vectors are computed.
+    """
+    for k in range(_WHOLE):
+        x = row[k]
+        size = abs(x) if _IS_SIGNED[k] else max(x, _ZERO)
+        inner = min(max(size * _PER_UNIT[k] + _PLUS[k], _SMALLEST), _LARGEST)
+        number = log(inner)
+        number = -number if _IS_SIGNED[k] and x < _ZERO else number
+        row[k] = number if _IS_LOG[k] else x
 
 
 @jit
@@ -289,7 +330,7 @@ def _decode_s(view, i):
 def _compare(replicas, replica_obs):
     """Columns that compare a replica with the available ones."""
     for k in range(_N_COMPARED):
-        mean = _mean(replicas, replica_obs, _SOURCE[k])
+        mean = np.float32(_mean(replicas, replica_obs, _SOURCE[k]))
         for i in range(replicas.size):
             replica_obs[i, _FIRST_COMPARED + k] = replica_obs[i, _SOURCE[k]] - mean
     least, largest = _best(replicas, replica_obs)
@@ -375,11 +416,6 @@ def _variation(mean, mean_square):
 def _log(value, unit):
     """Scale a quantity that is not negative; what rounding made negative counts as zero."""
     return math.log1p(max(0.0, value / unit))
-
-
-@jit
-def _signed_log(value):
-    return math.copysign(math.log1p(abs(value)), value)
 
 
 @jit

@@ -12,11 +12,18 @@ from typing import Any
 DOCS = Path(__file__).parent
 SUITES = ("standard", "holdout")
 TARGETS = (DOCS.parent / "README.md", DOCS / "model-card.md")
-#: Opponents in the headline, besides the best single rule: what people run today.
-SHOWN = (
-    "load_aware", "llm_d_sticky", "lmetric", "cache_aware", "dynamo", "least_outstanding",
-    "round_robin",
-)  # fmt: skip
+#: Who uses an opponent; these are shown in the headline, besides the best ones.
+USED_BY = {
+    "round_robin": "everyone",
+    "least_outstanding": "everyone",
+    "cache_aware": "SGLang",
+    "dynamo": "NVIDIA Dynamo",
+    "llm_d": "llm-d",
+    "lmetric": "LMetric",
+    "llm_d_sticky": "llm-d's guides",
+    "load_aware": "vLLM production-stack",
+}
+SHOWN = tuple(USED_BY)
 FIGURES = {
     "cost": "composite cost",
     "p99_ttft": "P99 TTFT",
@@ -36,19 +43,28 @@ END = "<!-- end -->\n"
 
 
 def headline(results: Results) -> str:
-    """Return the table of a suite: ratios to the best single rule."""
-    best = results["best_single"]
-    by_name = {row["policy"]: row for row in results["policies"]}
+    """Return the table of a suite: the policy's ratios to its opponents."""
+    by_name = {row["policy"]: row["vs_best_single"] for row in results["policies"]}
+    subject, best = results["subject"], results["best_single"]
     lines = [
-        f"| ratio to `{best}` | {' | '.join(FIGURES.values())} |",
+        f"| `{subject}` as a ratio to | {' | '.join(FIGURES.values())} |",
         f"|---|{'---|' * len(FIGURES)}",
     ]
+    remarks = {best: ", the best single opponent", results["best_hand_made"]: ", the best rule"}
     ahead = [row["policy"] for row in results["policies"] if row["role"] == "look-ahead"]
-    shown = (results["subject"], best, results["best_hand_made"], *SHOWN, *ahead)
-    for name in dict.fromkeys(shown):
-        if name in by_name:
-            label = f"**`{name}`**" if name == results["subject"] else f"`{name}`"
-            lines.append(f"| {label} | {_ratios(by_name[name]['vs_best_single'])} |")
+    for name in dict.fromkeys((*SHOWN, results["best_hand_made"], best, *ahead)):
+        if name not in by_name:
+            continue
+        against: dict[str, Any] = {
+            key: by_name[subject][key] / by_name[name][key] for key in FIGURES
+        }
+        against["intervals"] = {"cost": (0.0, 0.0)}
+        if name == best:
+            against = by_name[subject]
+        elif name == results["best_hand_made"]:
+            against = results["vs_best_hand_made"]
+        used = f" ({USED_BY[name]})" if name in USED_BY else ""
+        lines.append(f"| `{name}`{used}{remarks.get(name, '')} | {_ratios(against)} |")
     return "\n".join(lines) + "\n"
 
 

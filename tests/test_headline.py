@@ -32,9 +32,10 @@ def test_what_the_tables_say(script):
             {"policy": name, "role": role, "vs_best_single": against(cost)}
             for name, role, cost in (
                 ("mine", "subject", 0.5), ("a", "rule", 1.0), ("b", "tuned", 1.25),
-                ("oracle", "look-ahead", 0.4), ("c", "rule", 9.0),
+                ("oracle", "look-ahead", 0.4), ("c", "rule", 9.0), ("round_robin", "rule", 2.0),
             )
         ],
+        "vs_best_hand_made": against(0.4),
         "vs_best_per_scenario": {
             "share_better": 0.5, "share_surely_better": 0.0, "worst_ratio": 1.02,
             "worst_scenario": "t",
@@ -50,13 +51,12 @@ def test_what_the_tables_say(script):
         ],
     }  # fmt: skip
     rows = script.headline(made).splitlines()
-    assert [row.split("|")[1].strip() for row in rows[2:]] == [
-        "**`mine`**",
-        "`a`",
-        "`b`",
-        "`oracle`",
+    assert rows[2:] == [
+        "| `round_robin` (everyone) | 0.250 | 0.250 | 0.250 | 0.250 |",
+        "| `b`, the best rule | 0.400 (0.300-0.500) | 0.400 | 0.400 | 0.400 |",
+        "| `a`, the best single opponent | 0.500 (0.400-0.600) | 0.500 | 0.500 | 0.500 |",
+        "| `oracle` | 1.250 | 1.250 | 1.250 | 1.250 |",
     ]
-    assert "| **`mine`** | 0.500 (0.400-0.600) | 0.500 | 0.500 | 0.500 |" in rows
     assert "cheaper in 1 of 2 (0 beyond doubt)" in script.summary(made)
     assert "`t`, it is 2.0% dearer" in script.summary(made)
     assert "a cost of 0.500, a P99 TTFT of 0.500" in script.hindsight(made)

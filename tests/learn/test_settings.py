@@ -116,7 +116,7 @@ def test_presets_are_sound_and_named():
             own["scenarios"] = ["demo"]
         preset = s.build(s.read(name), own)
         assert preset.name == name
-        assert preset.steps >= 5
+        assert preset.steps >= 10
     assert len(s.build(s.read("quick")).scenarios) == 5
     with pytest.raises(TailraceError, match="unknown preset 'quik'; did you mean quick"):
         s.read("quik")

@@ -17,7 +17,9 @@ _PACKAGE = Path(__file__).parent
 #: Where compiled functions, and the types and constants they use, may stand.
 _KERNEL_SOURCES = (
     *("compiled.py", "policy/*.py", "policy/rules/*.py", "sim/*.py"),
-    "learn/kernels.py",
+    *("learn/kernels.py", "learn/fused_kernels.py", "learn/rollout.py"),
+    *("router/bodies.py", "router/eviction.py", "router/hashing.py", "router/kernels.py"),
+    "router/shared.py",
 )
 
 

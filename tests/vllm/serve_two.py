@@ -1,4 +1,4 @@
-"""Two real vLLM servers for examples/loop.py: ``python -m vllm.serve_two FOLDER`` in tests/.
+"""Two real vLLM servers for examples/loop.py: ``python -m tests.vllm.serve_two FOLDER [BLOCKS]``.
 
 Prints their addresses when they answer and stops them on Ctrl-C. The model is larger than that of
 the tests, so that reading a prompt takes longer than everything around it. Each server keeps to a
@@ -19,6 +19,7 @@ SCALE, LONGEST, BATCH, BLOCKS = 2, 4096, 16, 384
 
 def main() -> None:
     folder = Path(sys.argv[1]).resolve()
+    blocks = int(sys.argv[2]) if len(sys.argv) > 2 else BLOCKS
     model = folder / "model"
     maker = Path(__file__).with_name("tiny_model.py")
     subprocess.run(
@@ -26,7 +27,7 @@ def main() -> None:
     )
     pair = [
         vllm_server(
-            name, model, folder / f"{name}.log", longest=LONGEST, batch=BATCH, blocks=BLOCKS
+            name, model, folder / f"{name}.log", longest=LONGEST, batch=BATCH, blocks=blocks
         )
         for name in ("left", "right")
     ]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from learn.tiny import scenario_file, settings
-from tailrace.config import Scenario, Workload
+from tailrace.config import Cluster, Replica, Scenario, Workload
 from tailrace.errors import TailraceError
-from tailrace.learn.plan import Plan, at_load
+from tailrace.learn.plan import SKETCH_REPLICAS, Plan, at_load, enlarged
 from tailrace.learn.settings import FIRST_VALIDATION_SEED, SEEDS_PER_RUN, Stage
 from tailrace.learn.worlds import Driver
 from tailrace.seeds import Purpose, purpose_of, seeds
@@ -184,3 +184,23 @@ def test_what_varies_from_world_to_world(tmp_path):
     assert all(task.student_drives for task in later)
     assert not {task.world.seed for task in tasks} & {task.world.seed for task in later}
     assert [t.warmup for t in made.label_tasks(0, NETWORK, False, None)] == warmups
+
+
+def test_enlarged_is_the_same_several_times_over():
+    cluster = Cluster(replicas=(Replica(count=2), Replica(speed=0.5)))
+    by_load = Scenario(cluster=cluster, workload=Workload(load=0.7), capacity_rps=9.0)
+    large = enlarged(by_load, 10)  # four times
+    assert [r.count for r in large.cluster.replicas] == [8, 4]
+    assert large.cluster.replicas[1].speed == 0.5
+    assert large.capacity_rps == 36
+    assert large.workload == by_load.workload
+    by_rate = Scenario(cluster=cluster, workload=Workload(rate=5.0))
+    assert enlarged(by_rate, 6).workload.rate == 10
+    assert enlarged(by_rate, 3) == by_rate
+
+
+def test_the_sketch_is_fitted_where_it_is_used(tmp_path):
+    plan = Plan(settings(tmp_path))
+    tasks = plan.sketch_tasks(np.zeros(3))
+    assert all(task.world.scenario.cluster.size >= SKETCH_REPLICAS for task in tasks)
+    assert {purpose_of(task.world.seed) for task in tasks} == {Purpose.TRAINING}

@@ -21,9 +21,10 @@ from tailrace.seeds import Purpose, generator, seeds
 from tailrace.sim.build import why_not_compiled
 from tailrace.sim.engine import LEARNED_CODE
 
-#: What the sketch of a finished network is fitted to (learn/sketch.py): a share of the choices is
-#: random, so that it sees more than the network gets into.
-SKETCH_WORLDS, SKETCH_DECISIONS, SKETCH_EPSILON = 24, 200, 0.05
+#: What the sketch of a finished network is fitted to (learn/sketch.py): clusters of so many replicas
+#: or more, since there it is used; a share of the choices is random, so that it sees more than the
+#: network gets into.
+SKETCH_REPLICAS, SKETCH_WORLDS, SKETCH_DECISIONS, SKETCH_EPSILON = 28, 24, 200, 0.05
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,19 @@ def at_load(scenario: Scenario, factor: float) -> Scenario:
     name = "load" if workload.rate is None else "rate"
     changed = workload.model_copy(update={name: getattr(workload, name) * factor})
     return scenario.model_copy(update={"workload": changed})
+
+
+def enlarged(scenario: Scenario, replicas: int) -> Scenario:
+    """Return the scenario several times over: as many replicas or more, and traffic to match."""
+    times = -(-replicas // scenario.cluster.size)
+    many = tuple(r.model_copy(update={"count": r.count * times}) for r in scenario.cluster.replicas)
+    changed = {
+        "cluster": scenario.cluster.model_copy(update={"replicas": many}),
+        "capacity_rps": scenario.capacity_rps and scenario.capacity_rps * times,
+    }
+    rate = scenario.workload.rate and scenario.workload.rate * times
+    changed["workload"] = scenario.workload.model_copy(update={"rate": rate})
+    return scenario.model_copy(update=changed)
 
 
 class Plan:
@@ -153,7 +167,8 @@ class Plan:
         most = self.settings.demonstrations.warmup
         itself = (Driver(LEARNED_CODE, network),)
         tasks = []
-        for world in self.worlds(0, SKETCH_WORLDS, most + SKETCH_DECISIONS + 1, None):
+        for small in self.worlds(0, SKETCH_WORLDS, most + SKETCH_DECISIONS + 1, None):
+            world = replace(small, scenario=enlarged(small.scenario, SKETCH_REPLICAS))
             warmup = int(generator(world.seed, "sketch").integers(most // 10, most + 1))
             tasks.append(
                 LabelTask(

@@ -1,9 +1,9 @@
 """A linear sketch of a trained network, by which it makes a shortlist of a large cluster.
 
 The network looks at every replica, and every replica at every other; in a cluster of dozens most of
-them are out of the question. A weighted sum of a replica's features says which: fitted to the
-network's own logits, it has the network's choice among its first twelve in all but a few of ten
-thousand decisions, also for clusters larger than those it was fitted on.
+them are out of the question. A weighted sum of a replica's features says which. It is fitted to the
+network's own logits, in clusters as large as those it is for: one fitted to small clusters cost
+3 % with 32 replicas.
 """
 
 from collections.abc import Sequence

@@ -21,9 +21,9 @@ from tailrace.seeds import Purpose, generator, seeds
 from tailrace.sim.build import why_not_compiled
 from tailrace.sim.engine import LEARNED_CODE
 
-#: What the sketch of a finished network is fitted to (learn/sketch.py): clusters of so many replicas
-#: or more, since there it is used; a share of the choices is random, so that it sees more than the
-#: network gets into.
+#: What the sketch of a finished network is fitted to (learn/sketch.py): clusters of so many
+#: replicas or more, since there it is used; a share of the choices is random, so that it sees more
+#: than the network gets into.
 SKETCH_REPLICAS, SKETCH_WORLDS, SKETCH_DECISIONS, SKETCH_EPSILON = 28, 24, 200, 0.05
 
 
@@ -57,13 +57,14 @@ def enlarged(scenario: Scenario, replicas: int) -> Scenario:
     """Return the scenario several times over: as many replicas or more, and traffic to match."""
     times = -(-replicas // scenario.cluster.size)
     many = tuple(r.model_copy(update={"count": r.count * times}) for r in scenario.cluster.replicas)
-    changed = {
-        "cluster": scenario.cluster.model_copy(update={"replicas": many}),
-        "capacity_rps": scenario.capacity_rps and scenario.capacity_rps * times,
-    }
     rate = scenario.workload.rate and scenario.workload.rate * times
-    changed["workload"] = scenario.workload.model_copy(update={"rate": rate})
-    return scenario.model_copy(update=changed)
+    return scenario.model_copy(
+        update={
+            "cluster": scenario.cluster.model_copy(update={"replicas": many}),
+            "workload": scenario.workload.model_copy(update={"rate": rate}),
+            "capacity_rps": scenario.capacity_rps and scenario.capacity_rps * times,
+        }
+    )
 
 
 class Plan:

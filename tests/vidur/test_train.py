@@ -102,7 +102,7 @@ def test_200_ppo_steps_from_the_shipped_policy(tmp_path):
         assert np.isfinite(figures["score"])
     shipped = checkpoint.shipped().tensors
     trained = checkpoint.read(tmp_path / "run" / "last.tailrace")[1]
-    moved = [name for name in shipped if (shipped[name] != trained[name]).any()]
+    moved = [name for name in trained if (shipped[name] != trained[name]).any()]
     assert "scorer.hidden.weight" in moved
     assert not any(np.isnan(tensor).any() for tensor in trained.values())
 

@@ -1,9 +1,8 @@
 """How many replicas the learned policy saves: ``python benchmarks/plan_saving.py [--json]``.
 
-For each case the fewest replicas, or the cheapest mix of two kinds, with which a policy keeps the
-P99 of the time to first token on every seed, for the learned policy and for every rule: what
-`tailrace plan` finds with all rules as opponents. Tuning seeds; the learned policy saw none of
-them.
+For each case the fewest replicas with which a policy keeps the P99 of the time to first token on
+every seed, for the learned policy and for every rule: what `tailrace plan` finds with all rules as
+opponents. Tuning seeds; the learned policy saw none of them.
 """
 
 import argparse
@@ -32,7 +31,6 @@ class Case:
     workload: str
     rate_rps: float
     ttft_p99_s: float
-    mixed: bool = False  #: replicas of full speed at price 1 and of half speed at price 0.4
 
 
 CASES = (
@@ -41,16 +39,12 @@ CASES = (
     Case("sessions-hot", 60, 1.0),
     Case("sessions-hot", 60, 0.3),
     Case("agents", 30, 1.0),
-    Case("chat", 30, 1.0, mixed=True),
 )
 
 
 def needs_of(case: Case, policies: list[str], jobs: int | None) -> list[Need]:
     """Search for each policy."""
     replica = Replica()
-    kinds = [Kind("full", replica)]
-    if case.mixed:
-        kinds.append(Kind("half", replica.model_copy(update={"speed": 0.5}), 0.4))
     scenario = Scenario(
         cluster=Cluster(replicas=(replica,)),
         workload=Workload(
@@ -62,20 +56,18 @@ def needs_of(case: Case, policies: list[str], jobs: int | None) -> list[Need]:
     )
     objectives = (Objective("ttft_p99_s", case.ttft_p99_s),)
     wanted = Wanted(scenario, objectives, tuple(seeds(Purpose.TUNING, SEEDS)), MOST)
-    return plan(wanted, kinds, policies, jobs=jobs)
+    return plan(wanted, [Kind(replica.device, replica)], policies, jobs=jobs)
 
 
 def figures(case: Case, needs: list[Need]) -> dict[str, Any]:
     """Prices by policy, and what the subject saves against the best rule and the usual ones."""
     price = {need.policy: need.found.price if need.found else None for need in needs}
-    counts = {need.policy: list(need.found.counts) if need.found else None for need in needs}
     rules = {p: v for p, v in price.items() if p != SUBJECT and v is not None}
     best = min(rules, key=lambda p: rules[p])
     own = price[SUBJECT]
     return {
         **vars(case),
-        "price": price,
-        "counts": counts,
+        "replicas": price,
         "best_rule": best,
         "rules_as_cheap": [p for p, v in rules.items() if own is not None and v <= own],
         "saved_vs_best_rule": None if own is None else 1 - own / rules[best],
@@ -112,12 +104,12 @@ def main() -> None:
 
 def line(case: dict[str, Any]) -> str:
     """One case in a line."""
-    price = case["price"]
+    price = case["replicas"]
     shown = ("load_aware", "lmetric", "least_outstanding", "round_robin")
     others = ", ".join(f"{p} {_price(price[p])}" for p in shown)
     return (
-        f"{case['workload']} {case['rate_rps']:g}/s, P99 TTFT {case['ttft_p99_s']:g} s"
-        f"{', mixed speeds' if case['mixed'] else ''}: {SUBJECT} {_price(price[SUBJECT])}, "
+        f"{case['workload']} {case['rate_rps']:g}/s, P99 TTFT {case['ttft_p99_s']:g} s: "
+        f"{SUBJECT} {_price(price[SUBJECT])}, "
         f"best rule {case['best_rule']} {_price(price[case['best_rule']])}, {others}"
     )
 

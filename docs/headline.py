@@ -94,6 +94,8 @@ def summary(results: Results) -> str:
     better, surely = round(each["share_better"] * count), round(each["share_surely_better"] * count)
     worst = each["worst_ratio"]
     far = f"{worst - 1:.1%} dearer" if worst > 1 else f"{1 - worst:.1%} cheaper"
+    if abs(worst - 1) < 5e-4:
+        far = "level"
     return (
         f"Against the best rule *of each scenario* it is cheaper in {better} of {count} "
         f"({surely} beyond doubt); "

@@ -36,3 +36,16 @@ def test_kinds_with_prices(run_json):
 )
 def test_mistakes(refuse, arguments, message):
     assert message in refuse("plan", *arguments)
+
+
+def test_a_limit_for_first_tokens_is_what_requests_aim_at(run_json):
+    asked = ("plan", *TRAFFIC, "-p", "lmetric", "--seeds", 1, "-j", 1, "--ttft-p99-s", 5)
+
+    def attained(*more):
+        return run_json(*asked, *more)["needs"][0]["found"]["summary"]["slo_attainment"]
+
+    # Within 5 s all of them are, within a millisecond none.
+    assert attained() > 0.9
+    assert attained("--ttft-slo-s", 0.001) == 0.0
+    given = run_json(*asked, "--attainment", 0.5)["needs"][0]["found"]["summary"]
+    assert given["slo_attainment"] < attained()

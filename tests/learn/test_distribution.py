@@ -117,6 +117,17 @@ def test_shares_of_worlds_with_something_special(share):
         assert any(len(speeds(s)) > 1 for s in narrow)
 
 
+def test_targets_are_drawn_from_their_range_and_change_nothing_else():
+    usual, varied = drawn(300), drawn(300, ttft_slo_s=[0.25, 4.0])
+    assert {s.workload.ttft_slo_s for s in usual} == {1.0}
+    found = np.log2([s.workload.ttft_slo_s for s in varied])
+    assert -2 <= found.min() < -1.9 < 1.9 < found.max() <= 2
+    assert abs(found.mean()) < 0.25
+    for a, b in zip(usual, varied, strict=True):
+        same = b.workload.model_copy(update={"ttft_slo_s": 1.0})
+        assert a == b.model_copy(update={"workload": same})
+
+
 def test_what_the_router_knows():
     found = drawn(staleness_s=[0.0, 2.0], predictors=["noisy", "exact"])
     assert {s.router.staleness_s for s in found} == {0.0, 2.0}

@@ -20,6 +20,7 @@ from tailrace.learn.worlds import (
     label,
     score,
 )
+from tailrace.policy import registry
 from tailrace.policy.architecture import pack
 from tailrace.policy.observation import REPLICA_FEATURES
 from tailrace.seeds import Purpose, seeds
@@ -209,17 +210,22 @@ def total_cost(world, packed, decision, choice, plan=None):
         chosen = engine.choice(fleet, tables, 0, engine.LEARNED_CODE, packed, False)
         engine.assign(fleet, tables, 0, chosen if plan is None else plan[request])
     result = simulation.result()
-    return float(composite_cost_s(result).sum()), result.requests["replica"]
+    ttft = result.requests["first_token_s"] - result.requests["arrived_s"]
+    tail = world.tail_weight * (ttft**2 / result.table.rows["ttft_slo_s"]).sum()
+    return float(composite_cost_s(result).sum() + tail), result.requests["replica"]
 
 
+@pytest.mark.parametrize("tail_weight", [0.0, 3.0])
 @pytest.mark.parametrize("variant", ["plain", "memory"])
 @pytest.mark.parametrize("reluctance", [0.0, np.inf])
-def test_a_branch_that_goes_on_to_the_end_costs_what_the_rest_of_the_run_costs(reluctance, variant):
+def test_a_branch_that_goes_on_to_the_end_costs_what_the_rest_of_the_run_costs(
+    reluctance, variant, tail_weight
+):
     """Without reluctance all branches follow the network; with no end of it, the first's choices.
 
     The world has requests for 6 s more, and the branch goes on for longer.
     """
-    world = World(OPEN, SEED, 120)
+    world = World(OPEN, SEED, 120, tail_weight=tail_weight)
     task = branch_task(
         variant, world=world, rows=1, reluctance=reluctance, shortest_s=60.0, longest_s=60.0
     )
@@ -237,9 +243,10 @@ def test_a_branch_that_goes_on_to_the_end_costs_what_the_rest_of_the_run_costs(r
     )
 
 
-def test_what_is_in_the_system_at_the_horizon_runs_out():
+@pytest.mark.parametrize("tail_weight", [0.0, 3.0])
+def test_what_is_in_the_system_at_the_horizon_runs_out(tail_weight):
     """No arrival after the decision: whatever the horizon, the cost is that of all there is."""
-    world = World(OPEN, SEED, 41)
+    world = World(OPEN, SEED, 41, tail_weight=tail_weight)
     costs = [
         branch(branch_task(world=world, rows=1, shortest_s=s, longest_s=s)).costs
         for s in (0.01, 0.5, 100.0)
@@ -285,7 +292,7 @@ def test_branching_leaves_the_world_and_the_memory_as_they_were(variant):
             going = kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, packed, 25)
             if branching and going:
                 row = [array[0] for array in out.arrays().values()][:-1]
-                kernels.branch(fleet, tables, 0, twin, packed, 3, 1.0, 1.0, *row, after, plan)
+                kernels.branch(fleet, tables, 0, twin, packed, 3, 1.0, 1.0, 1.0, *row, after, plan)
         ends.append((simulation.result(), packed))
     (with_, its_network), (without, other_network) = ends
     assert with_.requests.tobytes() == without.requests.tobytes()
@@ -317,6 +324,19 @@ def test_looking_ahead_scores_better_than_taking_turns():
     for one in played.values():
         assert sum(one.shares) == pytest.approx(1)
         assert 0 < one.e2e_mean_s < one.cost_s * 5 + 1e-9
+
+
+def test_the_tail_makes_waiting_cost_more_the_longer_it_is():
+    plain, tailed = (
+        score(ScoreTask(World(OPEN, SEED, 300, tail_weight=w), Driver.of("round_robin")))
+        for w in (0.0, 2.0)
+    )
+    assert plain.ttft_p99_s == tailed.ttft_p99_s
+    simulation = World(OPEN, SEED, 300).simulation()
+    simulation.run(registry.get("round_robin"))
+    found = simulation.result().requests
+    squares = (found["first_token_s"] - found["arrived_s"]) ** 2 / OPEN.workload.ttft_slo_s
+    assert tailed.cost_s - plain.cost_s == pytest.approx(2.0 * squares.mean())
 
 
 def test_worlds_refuse_traffic_set_aside_for_evaluation():

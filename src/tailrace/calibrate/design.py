@@ -10,21 +10,27 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tailrace.calibrate import probes as p
-from tailrace.calibrate.fit import FIXED, Floats, Stretches, likeliest, summed
+from tailrace.calibrate.fit import FIXED, Fitted, Floats, Stretches, summed
 from tailrace.calibrate.probes import Measurement, Probe
 from tailrace.config import CostModel
 from tailrace.sim.fit import FIELDS
 
+#: An error of a knot's place counts this share of one of a coefficient: knots are far apart.
+PLACES = 0.1
+
 
 def most_telling(
     measurements: Sequence[Measurement],
+    fitted: Fitted,
     took_s: Mapping[Probe, float],
     token_budget: int,
     seconds: float,
 ) -> list[Probe]:
-    """Return the probes to run in the next ``seconds``, as often as they are to be run."""
+    """Return the probes to run in the next ``seconds``, as often as they are to be run.
+
+    ``fitted``: what the measurements say so far.
+    """
     rows = p.stretches(measurements, token_budget)
-    fitted = likeliest(summed(rows), noise_ms=p.noise_ms(measurements))
     relative = _relative_columns(rows, fitted.model)
     form_ms = fitted.form * rows.ms
     once_ms = p.noise_ms(measurements, of_one=True)
@@ -51,9 +57,10 @@ def _relative_columns(rows: Stretches, model: CostModel) -> Floats:
     fixed = summed(rows).fixed
     values = [getattr(model, name) for name in FIELDS]
     columns = [fixed[:, k] * value for k, value in enumerate(values) if value > 0.0]
-    columns += [
-        slope * rows.summed(np.maximum(rows.tokens - knot, 0.0)) for knot, slope in model.knots
-    ]
+    for knot, slope in model.knots:
+        columns.append(slope * rows.summed(np.maximum(rows.tokens - knot, 0.0)))
+        # The fit has to tell this knot from its neighbours too.
+        columns.append(slope * knot / PLACES * rows.summed((rows.tokens > knot).astype(np.float64)))
     return np.column_stack([*columns, fixed[:, FIXED - 1]])
 
 

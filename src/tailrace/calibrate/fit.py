@@ -28,13 +28,14 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 #: Coefficients that are always there: those of the model, and the overhead of a request.
+OVERHEAD = "overhead_ms"
 FIXED = len(FIELDS) + 1
 #: Nobody measures better than this share, so a fit is never thought to be better.
-PRECISION = 1e-3
+PRECISION = 1e-4
 #: Share that the form of the model may be off by; noise counts as far as it is more than that.
 SYSTEMATIC = 3e-3
 #: The shares among which :func:`likeliest` chooses.
-FORMS = (1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2)
+FORMS = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2, 0.1, 0.2)
 #: A deviation, in those expected, beyond which it does not matter how far beyond.
 GROSS = 4.0
 #: Parameters a knot counts as: its place, its slope, and one for the choice among many.
@@ -91,6 +92,13 @@ class Fitted:
     """What the form of the model was taken to be off by."""
     surprise: float = 0.0
     """-2 log likelihood of the data but for a constant, outliers cut off."""
+
+    @property
+    def worst_error(self) -> float:
+        """Standard error of the least certain coefficient of the model, as a share of it."""
+        return max(
+            (error for name, error in self.uncertainty.items() if name != OVERHEAD), default=np.inf
+        )
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ def fit(
     unknown = undetermined_fields(sums.fixed[:, : len(FIELDS)] * weight[:, None])
     rms = float(np.sqrt(np.mean((off * trust) ** 2)))
     errors = _uncertainty(matrix[:, columns] * (weight * trust)[:, None], values, rms)
-    names = (*FIELDS, "overhead_ms", *(f"knot {sums.knots[c - FIXED]:g}" for c in columns[FIXED:]))
+    names = (*FIELDS, OVERHEAD, *(f"knot {sums.knots[c - FIXED]:g}" for c in columns[FIXED:]))
     known = {n: float(e) for n, e in zip(names, errors, strict=True) if np.isfinite(e)}
     surprise = float((np.minimum(off / form, GROSS) ** 2 - 2 * np.log(weight / form)).sum())
     overhead_ms = float(values[FIXED - 1])

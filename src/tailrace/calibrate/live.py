@@ -8,7 +8,6 @@ import numpy as np
 
 from tailrace.calibrate import probes as p
 from tailrace.calibrate.endpoint import LiveEndpoint
-from tailrace.calibrate.fit import likeliest, summed
 from tailrace.calibrate.probes import Endpoint, Probe
 from tailrace.calibrate.result import (
     ASSUMED,
@@ -37,8 +36,10 @@ KV_SHARE, KV_UNKNOWN = 0.5, 65_536
 class Asked:
     """What a calibration of live endpoints is to do."""
 
-    seconds: float = 60.0
-    """For measuring each replica."""
+    seconds: float = 240.0
+    """For measuring each replica, at most."""
+    precision: float = 0.005
+    """Standard error of the coefficients, as a share of them, that is good enough to stop."""
     max_prompt: int = 8192
     """Tokens."""
     max_batch: int = 256
@@ -137,6 +138,7 @@ def _limits(endpoint: LiveEndpoint, asked: Asked, told: dict[str, tuple[int, str
         batch=min(asked.max_batch, cap),
         context=int(held * KV_SHARE) if is_known else KV_UNKNOWN,
         token_budget=asked.known.chunk_size if "chunk_size" in given else None,
+        precision=asked.precision,
     )
 
 
@@ -164,7 +166,7 @@ def calibrated(
     replica, sources = with_capacity(asked.known, found)
     measurements = [m for s in surveys for m in s.measurements]
     rows = p.stretches(measurements, replica.chunk_size)
-    fitted = likeliest(summed(rows), noise_ms=p.noise_ms(measurements))
+    fitted = p.fitted(measurements, replica.chunk_size)
     replica = replica.model_copy(update={"cost": fitted.model, "count": len(surveys)})
     kinds = [m.probe.regime for m in measurements]
     spreads = np.array([m.spread for m in measurements])

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.calibrate.fit import Floats, Stretches
+from tailrace.calibrate.fit import Fitted, Floats, Stretches, likeliest, summed
 
 #: Prompts of prefill probes, tokens. None is near a power of two, where a token more or less, as
 #: tokenizers have it, may mean another iteration.
@@ -271,6 +271,11 @@ def stretches(measurements: Sequence[Measurement], budget: int) -> Stretches:
         ms=np.array([measured.ms for measured in measurements]),
         requests=np.array([float(measured.probe.is_prefill) for measured in measurements]),
     )
+
+
+def fitted(measurements: Sequence[Measurement], budget: int) -> Fitted:
+    """Return the model that explains the measurements best, for ``budget`` tokens per iteration."""
+    return likeliest(summed(stretches(measurements, budget)), noise_ms=noise_ms(measurements))
 
 
 def _chunks(prompt: float, cached: float, budget: int) -> list[tuple[float, float]]:

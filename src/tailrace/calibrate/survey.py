@@ -7,7 +7,7 @@ import numpy as np
 
 from tailrace.calibrate import probes as p
 from tailrace.calibrate.design import most_telling
-from tailrace.calibrate.fit import KNOT_PRICE, likeliest, summed
+from tailrace.calibrate.fit import KNOT_PRICE
 from tailrace.calibrate.probes import Endpoint, Measurement, Probe, Reply, Sample
 from tailrace.errors import TailraceError
 
@@ -15,8 +15,8 @@ Progress = Callable[[float], None]
 
 #: Share of the time for the first run of all probes, and for a single one of them.
 FIRST_ROUND, ONE_PROBE = 0.4, 0.15
-#: Share of the time that is planned ahead; then it is looked again what is least certain.
-PLANNED = 0.1
+#: Share of the time, and seconds, planned ahead; then it is looked again what is least certain.
+PLANNED, PLANNED_S = 0.1, 10.0
 #: How often it is looked again when a batch seems to be too large to run at once.
 CAP_REPEATS = 2
 #: With fewer samples a median does not help against hiccups.
@@ -36,6 +36,8 @@ class Limits:
     """Tokens that all requests may hold together."""
     token_budget: int | None = None
     """Tokens per iteration, if known."""
+    precision: float = 0.0
+    """Standard error of the coefficients, as a share of them, that is good enough to stop."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,17 @@ class _Surveyor:
             self._progress(min(1.0, self._used_s() / self._limits.seconds))
 
     async def _again(self) -> None:
-        """Run probes again as long as there is time: all a few times, then the most telling."""
+        """Run all probes a few times, then the most telling, until it is precise or time is up."""
         for probe in self._short_of_samples():
             await self._repeat(probe)
         while (left_s := self._limits.seconds - self._used_s()) > 0:
             budget, _ = self._token_budget()
-            slice_s = min(left_s, self._limits.seconds * PLANNED)
-            chosen = most_telling(self._measurements(), self._took_s, budget, slice_s)
+            measured = self._measurements()
+            fitted = p.fitted(measured, budget)
+            if fitted.worst_error <= self._limits.precision:
+                return
+            slice_s = min(left_s, PLANNED_S, self._limits.seconds * PLANNED)
+            chosen = most_telling(measured, fitted, self._took_s, budget, slice_s)
             for probe in chosen:
                 await self._repeat(probe)
             if not chosen:
@@ -226,10 +232,9 @@ def token_budget(measurements: Sequence[Measurement]) -> tuple[int, str]:
     unseen = next((b for b in p.BUDGETS if b >= largest), largest)
     if largest <= min(p.BUDGETS):
         return unseen, "assumed"
-    noise_ms = p.noise_ms(measurements)
     score: dict[int, float] = {}
     for budget in (*(b for b in p.BUDGETS if b < largest), unseen):
-        found = likeliest(summed(p.stretches(measurements, budget)), noise_ms=noise_ms)
+        found = p.fitted(measurements, budget)
         # A budget is a parameter like a knot: it has to explain more than chance would.
         parameters = len(found.model.knots) + (budget != unseen)
         score[budget] = found.surprise + KNOT_PRICE * parameters * np.log(len(measurements))

@@ -41,8 +41,13 @@ def _server_options(function: Any) -> Any:
     help="The replicas are equal: fit one cost model to all of them.",
 )  # fmt: skip
 @click.option(
-    "--budget", type=click.FloatRange(1, 86_400), default=60.0, show_default=True, metavar="S",
-    cls=SectionOption, section=_LIVE, help="Seconds of measuring per replica.",
+    "--budget", type=click.FloatRange(1, 86_400), default=240.0, show_default=True, metavar="S",
+    cls=SectionOption, section=_LIVE, help="Most seconds of measuring per replica.",
+)  # fmt: skip
+@click.option(
+    "--precision", type=click.FloatRange(0, 1), default=0.005, show_default=True, metavar="SHARE",
+    cls=SectionOption, section=_LIVE,
+    help="Stop sooner if no coefficient's standard error is larger than this share of it.",
 )  # fmt: skip
 @click.option(
     "--together", is_flag=True, cls=SectionOption, section=_LIVE,
@@ -182,6 +187,7 @@ def _from_servers(
 
     asked = Asked(
         seconds=settings["budget"],
+        precision=settings["precision"],
         max_prompt=settings["max_prompt"],
         max_batch=settings["max_batch"],
         known=known,

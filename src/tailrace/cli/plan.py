@@ -19,6 +19,7 @@ from tailrace.config import Replica, Scenario
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
+    from tailrace.evaluate.capacity import Objective
     from tailrace.evaluate.plan import Kind
 
 USUAL = ("tailrace", "load_aware", "llm_d_sticky", "lmetric", "least_outstanding", "round_robin")
@@ -67,7 +68,7 @@ def command(
     from tailrace.seeds import Purpose, seeds
 
     objectives = take_objectives(settings)
-    scenario = take_scenario(settings)
+    scenario = _aimed(take_scenario(settings), objectives)
     if scenario.workload.rate is None:
         raise TailraceError("a plan is for a rate: give --rate in requests/s (a load has no size)")
     offered = [_kind(text, scenario) for text in kinds] or [_own_kind(scenario)]
@@ -84,6 +85,19 @@ def command(
         console.print_json({"kinds": kind_names, "objectives": objectives, "needs": needs})
     else:
         print_plan(console.stdout(), needs, offered, wanted)
+
+
+def _aimed(scenario: Scenario, objectives: "tuple[Objective, ...]") -> Scenario:
+    """Tell the routers what they are to keep: a limit for first tokens is requests' target too.
+
+    Not if a target is given, or if the share of requests within their targets is an objective.
+    """
+    limits = {objective.kind: objective.limit for objective in objectives}
+    given = "ttft_slo_s" in scenario.workload.model_fields_set
+    if given or "attainment" in limits or "ttft_p99_s" not in limits:
+        return scenario
+    workload = scenario.workload.model_copy(update={"ttft_slo_s": limits["ttft_p99_s"]})
+    return scenario.model_copy(update={"workload": workload})
 
 
 def _own_kind(scenario: Scenario) -> "Kind":

@@ -11,6 +11,7 @@ from tailrace.config import (
     MIN_STALENESS_S,
     Cluster,
     Event,
+    Positive,
     PredictorName,
     Replica,
     Router,
@@ -61,6 +62,8 @@ class Randomisation(Settings):
     """Ages of metrics to draw from, s."""
     predictors: tuple[PredictorName, ...] = ("mean", "mean", "mean", "noisy")
     """Predictors of output length to draw from."""
+    ttft_slo_s: tuple[Positive, Positive] = (1.0, 1.0)
+    """Lowest and highest target for the time to first token, s (log-uniform)."""
     failures: Share = 0.15
     """Share of worlds in which a replica dies and returns, or slows down for a while."""
 
@@ -68,6 +71,7 @@ class Randomisation(Settings):
     def _consistent(self) -> Self:
         for name, (low, high) in (
             ("replicas", self.replicas), ("load", self.load), ("speeds", self.speeds),
+            ("ttft_slo_s", self.ttft_slo_s),
         ):  # fmt: skip
             if low > high:
                 raise ValueError(f"{name} = [{low:g}, {high:g}] must be two rising numbers")
@@ -130,6 +134,8 @@ class Distribution:
             load=None,
             arrivals="gamma" if bursty else "native",
             arrival_cv=float(rng.uniform(1.5, 4.0)),
+            # By numbers of its own, so that all else is the same whatever its range.
+            ttft_slo_s=float(np.exp(generator(seed, "target").uniform(*np.log(s.ttft_slo_s)))),
         )
         router = Router(
             staleness_s=float(rng.choice(s.staleness_s)),

@@ -1,6 +1,7 @@
 """One update of the policy, by branching or by PPO; the trainer does not care which."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,7 +18,7 @@ from tailrace.learn.ppo import Learner
 from tailrace.learn.rollout import Rollout, RolloutTask, collect
 from tailrace.learn.samples import Samples, grouped
 from tailrace.learn.settings import ROLLOUT_TASKS, Stage, TrainSettings
-from tailrace.learn.worlds import BranchTask, World, branch
+from tailrace.learn.worlds import BranchTask, branch
 from tailrace.parallel import Crew
 from tailrace.policy.architecture import pack
 from tailrace.policy.network import Network
@@ -126,7 +127,7 @@ class Branching:
             requests = warmup + states * gap + int(rate * b.longest_s) + 1
             tasks.append(
                 BranchTask(
-                    World(world.scenario, world.seed, requests, world.number, b.late_share),
+                    replace(world, requests=requests, late_share=b.late_share),
                     network,
                     warmup,
                     states,

@@ -166,6 +166,7 @@ def branch(
     candidates,
     horizon_s,
     reluctance,
+    tail_weight,
     replica_obs,
     request_obs,
     mask,
@@ -181,9 +182,9 @@ def branch(
     ``twin`` is a fleet of one cluster, used as working memory, as are ``after`` [M] and ``plan``
     [requests]. Fills one row of what is seen, tried [n] and costs [n]: what accrues over
     ``horizon_s`` on the very same arrivals, and what the requests then in the system go on to cost
-    if nothing else arrives. A session's next request comes sooner if the answer before it does, so
-    every arrival is credited with what one has cost on average: cost per request counts, not per
-    second.
+    if nothing else arrives; ``tail_weight`` times :func:`tail_s` is added. A session's next request
+    comes sooner if the answer before it does, so every arrival is credited with what one has cost
+    on average: cost per request counts, not per second.
 
     One small difference soon changes every later choice, and then chance decides what a branch
     costs. So the network's own choice goes first, and the other branches send later requests where
@@ -200,7 +201,9 @@ def branch(
     now = f.clusters[c]["now"]
     before = fleet.accrued_cost(f, tables, c, now)
     arrived = _arrived(f.clusters[c])
-    usual = before / max(arrived, 1)
+    facts = tables.facts[f.clusters[c]["table"]]
+    usual = before + tail_weight * tail_s(f.requests[c], facts, 0, f.clusters[c]["highest"], 0.0)
+    usual /= max(arrived, 1)
     plan[:] = NO_REPLICA
     for k in range(n):
         r = (first + k) % n
@@ -215,7 +218,25 @@ def branch(
         more = _arrived(twin.clusters[0]) - arrived
         costs[r] = fleet.accrued_cost(twin, tables, 0, end) - before - usual * more
         costs[r] += _run_out(twin, tables, end)
+        if tail_weight > 0.0:
+            low, high = twin.clusters[0]["lowest"], twin.clusters[0]["highest"]
+            costs[r] += tail_weight * tail_s(twin.requests[0], facts, low, high, now)
     _load_memory(network, memory)
+
+
+@jit
+def tail_s(requests, facts, low, high, since):
+    """Squared times to first token over their targets, s, of those that came after ``since``.
+
+    Summed over the requests from ``low`` to ``high``. A cost that rises evenly does not mind who
+    waits; this one minds a long wait more than many short ones.
+    """
+    total = 0.0
+    for n in range(low, high + 1):
+        ttft = requests[n]["first"] - requests[n]["arrived"]
+        if requests[n]["first"] > since and ttft > 0.0:
+            total += ttft * ttft / facts[n]["ttft_slo"]
+    return total
 
 
 @jit

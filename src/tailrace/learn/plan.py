@@ -113,6 +113,10 @@ class Plan:
             chosen = tuple(scenario for name, scenario in pairs if name in stage.scenarios)
         return Source(chosen, self.distribution, stage.load)
 
+    def _world(self, scenario: Scenario, seed: int, requests: int, number: int) -> World:
+        weight = self.settings.branching.tail_weight
+        return World(scenario, seed, requests, number, tail_weight=weight)
+
     def worlds(self, first: int, count: int, requests: int, stage: Stage | None) -> list[World]:
         """Return ``count`` worlds from the ``first`` seed on.
 
@@ -126,13 +130,14 @@ class Plan:
             seed = self.seed(first + k)
             if source.distribution is not None and k < randomised:
                 number = len(self.scenarios) + first + k
-                made.append(World(source.distribution(seed, source.load), seed, requests, number))
+                scenario = source.distribution(seed, source.load)
+                made.append(self._world(scenario, seed, requests, number))
                 continue
             # Where the last step's turns ended, this one's begin.
             turn = (first // count * (count - randomised) + k - randomised) % len(source.scenarios)
             scenario = source.scenarios[turn]
             number = self.scenarios.index(scenario)
-            made.append(World(at_load(scenario, source.load), seed, requests, number))
+            made.append(self._world(at_load(scenario, source.load), seed, requests, number))
         return made
 
     def label_tasks(
@@ -189,14 +194,14 @@ class Plan:
         """Return the worlds a policy is judged on: the same for all runs."""
         e = self.settings.evaluation
         worlds = [
-            World(scenario, seed, e.requests, number)
+            self._world(scenario, seed, e.requests, number)
             for number, scenario in enumerate(self.scenarios)
             for seed in seeds(Purpose.TRAINING, e.worlds, FIRST_VALIDATION_SEED)
         ]
         if self.distribution is not None:
             numbers = seeds(Purpose.TRAINING, e.randomised, FIRST_VALIDATION_SEED)
             worlds += [
-                World(self.distribution(seed), seed, e.requests, len(worlds) + k)
+                self._world(self.distribution(seed), seed, e.requests, len(worlds) + k)
                 for k, seed in enumerate(numbers)
             ]
         return worlds

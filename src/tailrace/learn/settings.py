@@ -112,6 +112,9 @@ class BranchingSettings(Settings):
     late_share: Positive = 1.0
     """Share of the target for the first token from which on lateness is charged. Below 1 it also
     counts how far first tokens stay under the target, and so cares for the tail."""
+    tail_weight: Weight = 0.0
+    """Weight of the squared time to first token over its target, on top of the composite cost:
+    whoever waits long counts for more. Also when checkpoints and teachers are compared."""
     keep: Count = 6
     """Updates whose samples are learnt from."""
     kl_limit: Positive = 0.03

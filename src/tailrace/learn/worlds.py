@@ -47,6 +47,7 @@ class World:
     requests: int
     number: int = 0  #: of the scenario, to tell samples apart
     late_share: float = 1.0  #: of the target for the first token: lateness is charged from there on
+    tail_weight: float = 0.0  #: of squared times to first token over their targets, in the cost
 
     def simulation(self) -> Simulation:
         """The cluster at time 0, with room for looking ahead."""
@@ -121,7 +122,7 @@ class ScoreTask:
 class Played:
     """How a world went."""
 
-    cost_s: float  #: mean composite cost of a request
+    cost_s: float  #: mean composite cost of a request, and what the world adds for the tail
     ttft_p99_s: float | None
     e2e_mean_s: float | None
     shares: tuple[float, ...]  #: of the requests, per replica
@@ -188,6 +189,7 @@ def branch(task: BranchTask) -> Samples:
             task.candidates,
             horizon_s,
             task.reluctance,
+            task.world.tail_weight,
             out.replica_obs[k],
             out.request_obs[k],
             out.mask[k],
@@ -216,6 +218,11 @@ def score(task: ScoreTask) -> Played:
         pass
     result = simulation.result()
     summary = summarise(result)
+    ttft = result.requests["first_token_s"] - result.requests["arrived_s"]
+    tail_s = float(np.nansum(ttft**2 / result.table.rows["ttft_slo_s"])) / max(1, len(ttft))
     return Played(
-        summary.cost_s, summary.ttft_s.p99, summary.e2e_s.mean, tuple(summary.replica_share)
+        summary.cost_s + task.world.tail_weight * tail_s,
+        summary.ttft_s.p99,
+        summary.e2e_s.mean,
+        tuple(summary.replica_share),
     )

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from learn.tiny import (  # noqa: E402
 )
 from tailrace.learn import fit  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
+from tailrace.learn.validation import Validation  # noqa: E402
 from tailrace.policy import checkpoint  # noqa: E402
 from tailrace.policy.architecture import SKETCH  # noqa: E402
 
@@ -138,6 +141,27 @@ def test_a_finished_run_can_be_resumed_without_effect(place, whole):
 
 
 # ---- what a run does ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("better", [True, False])
+def test_the_average_of_the_last_checkpoints_is_kept_if_it_is_the_best(
+    better, place, tmp_path, monkeypatch
+):
+    judge, told = Validation.judge, []
+
+    def rigged(self, driver, workers):
+        told.append(len(told) + 1.0)
+        return replace(judge(self, driver, workers), score=1 / told[-1] if better else told[-1])
+
+    monkeypatch.setattr(Validation, "judge", rigged)
+    asked = {**BRANCHING, "evaluation": {"average": 2}}
+    outcome = Trainer(tmp_path / "run", settings(place, asked), 1).run()
+    last = sorted((tmp_path / "run" / "checkpoints").glob("*.tailrace"))[-2:]
+    first, second = (checkpoint.read(path)[1] for path in last)
+    best = checkpoint.read(outcome.best)[1]
+    off = [name for name in first if not np.allclose(best[name], (first[name] + second[name]) / 2)]
+    assert (off == []) == better
+    assert outcome.best_score == (1 / told[-1] if better else 1.0)
 
 
 def test_a_run_clones_improves_and_keeps_the_best(tmp_path):

@@ -168,6 +168,9 @@ class EvaluationSettings(Settings):
     """Rules to be better than; the first is what costs are divided by."""
     checkpoints: Count = 1
     """Updates between two checkpoints that are kept."""
+    average: int = Field(default=0, ge=0, le=10_000)
+    """Checkpoints, the last ones, whose weights are averaged at the end of the run: the average is
+    judged like them, and is the policy of the run if it is the best. 0: none."""
 
     @model_validator(mode="after")
     def _rules_known(self) -> Self:

@@ -10,6 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from tailrace.errors import TailraceError
@@ -264,27 +265,12 @@ class Trainer:
 
     # ---- judging --------------------------------------------------------------------------------
 
-    def _driver(self) -> Driver:
-        return Driver(LEARNED_CODE, pack(self.network.config, self.network.tensors()))
-
     def _evaluate(self, step: int) -> dict[str, Any]:
         self.watcher.phase("evaluating")
-        verdict = self.validation.judge(self._driver(), self.workers)
+        verdict = self.validation.judge(_driver(self.network), self.workers)
         self._verdict = verdict
         best_rule = self.validation.best_rule
-        best = self.progress.best_score
-        is_best = best is None or verdict.score < best
-        scores = {
-            "score": verdict.score,
-            "best_rule": best_rule[0],
-            "best_rule_score": best_rule[1],
-            "costs_s": list(verdict.costs),
-            "ttft_p99_s": verdict.ttft_p99_s,
-            "e2e_mean_s": verdict.e2e_mean_s,
-        }
-        if is_best:
-            self.progress.best_score, self.progress.best_step = verdict.score, step
-            self.folder.save_policy(self.folder.best, self.network, self.settings, step, scores)
+        is_best = self._keep_if_best(self.network, verdict, step)
         update = step - self.settings.demonstrations.rounds
         flag = False
         if update >= 0:
@@ -304,9 +290,43 @@ class Trainer:
             "red_flag": int(flag),
         }
 
+    def _keep_if_best(self, network: Network, verdict: Verdict, step: int) -> bool:
+        """Make a policy the best one of the run if it is; returns whether it is."""
+        best = self.progress.best_score
+        if best is not None and verdict.score >= best:
+            return False
+        rule, rule_score = self.validation.best_rule
+        scores = {
+            "score": verdict.score,
+            "best_rule": rule,
+            "best_rule_score": rule_score,
+            "costs_s": list(verdict.costs),
+            "ttft_p99_s": verdict.ttft_p99_s,
+            "e2e_mean_s": verdict.e2e_mean_s,
+        }
+        self.progress.best_score, self.progress.best_step = verdict.score, step
+        self.folder.save_policy(self.folder.best, network, self.settings, step, scores)
+        return True
+
+    def _judge_average(self) -> None:
+        """Judge the mean of the last checkpoints: what chance did to each of them cancels out."""
+        paths = [self.folder.checkpoint_of(step) for step in range(self.settings.steps)]
+        kept = [path for path in paths if path.exists()][-self.settings.evaluation.average :]
+        self.watcher.phase("averaging")
+        tensors = [checkpoint.read(path)[1] for path in kept]
+        average = Network(self.network.config, self.network.features, self.network.globals_)
+        average.load_tensors(
+            {
+                name: np.stack([each[name] for each in tensors]).mean(axis=0, dtype=np.float64)
+                for name in tensors[0]
+            }
+        )
+        verdict = self.validation.judge(_driver(average), self.workers)
+        self._keep_if_best(average, verdict, self.settings.steps - 1)
+
     def _finish(self) -> Outcome:
         if self._verdict is None:
-            self._verdict = self.validation.judge(self._driver(), self.workers)
+            self._verdict = self.validation.judge(_driver(self.network), self.workers)
         equal = [
             (world.scenario.cluster.size, share)
             for world, share in zip(
@@ -316,6 +336,8 @@ class Trainer:
             == 1
             and not world.scenario.events
         ]
+        if self.settings.evaluation.average > 1:
+            self._judge_average()
         best_score = self.progress.best_score
         if best_score is None:
             raise TailraceError("the run ended without an evaluation")
@@ -401,6 +423,10 @@ class Trainer:
     def _seed(self, stream: str, number: int = 0) -> int:
         rng = generator(self.settings.seed, f"{stream}-{number}")
         return int(rng.integers(2**62))
+
+
+def _driver(network: Network) -> Driver:
+    return Driver(LEARNED_CODE, pack(network.config, network.tensors()))
 
 
 def _start(settings: TrainSettings) -> LearnedPolicy:

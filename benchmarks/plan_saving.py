@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tailrace.cli.plan import targets
 from tailrace.config import Cluster, Replica, Scenario, Workload
 from tailrace.evaluate.capacity import Objective
 from tailrace.evaluate.plan import Kind, Need, Wanted, plan
@@ -21,7 +22,9 @@ from tailrace.policy import registry
 from tailrace.seeds import Purpose, seeds
 
 SUBJECT = "tailrace"
-SEEDS, REQUESTS, MOST = 3, 10_000, 96
+SEEDS, MOST = 3, 96
+#: Seconds of traffic, about. A rate of hundreds shows savings too small to show in a few replicas.
+TRAFFIC_S = 170
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ CASES = (
     Case("sessions-hot", 60, 1.0),
     Case("sessions-hot", 60, 0.3),
     Case("agents", 30, 1.0),
+    Case("chat", 240, 1.0),
+    Case("chat", 240, 0.5),
+    Case("sessions-hot", 240, 1.0),
+    Case("sessions-hot", 240, 0.3),
 )
 
 
@@ -50,12 +57,12 @@ def needs_of(case: Case, policies: list[str], jobs: int | None) -> list[Need]:
         workload=Workload(
             name=case.workload,
             rate=case.rate_rps,
-            requests=REQUESTS,
-            ttft_slo_s=case.ttft_p99_s,  # what the learned policy is to keep
+            requests=int(TRAFFIC_S * case.rate_rps),
         ),
     )
     objectives = (Objective("ttft_p99_s", case.ttft_p99_s),)
-    wanted = Wanted(scenario, objectives, tuple(seeds(Purpose.TUNING, SEEDS)), MOST)
+    tried = targets(scenario, objectives)
+    wanted = Wanted(scenario, objectives, tuple(seeds(Purpose.TUNING, SEEDS)), MOST, tried)
     return plan(wanted, [Kind(replica.device, replica)], policies, jobs=jobs)
 
 
@@ -91,7 +98,7 @@ def main() -> None:
     result = {
         "machine": platform.processor() or platform.machine(),
         "seeds": list(seeds(Purpose.TUNING, SEEDS)),
-        "requests": REQUESTS,
+        "traffic_s": TRAFFIC_S,
         "cases": found,
     }
     if options.out:

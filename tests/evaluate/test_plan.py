@@ -1,6 +1,8 @@
 """Fewest replicas and cheapest mixes."""
 
 import itertools
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +27,7 @@ def search(kinds, enough, most=16) -> Need:
     """Search with a stand-in for the simulation: ``enough`` says of counts whether they will do."""
     tried = []
 
-    def judge(_, kinds, counts, policy):
+    def judge(_, kinds, counts, policy, target_s):
         assert counts not in tried  # nothing is tried twice
         tried.append(counts)
         return Trial(counts, module._price(counts, kinds), enough(counts), None)
@@ -60,6 +62,40 @@ def test_the_cheapest_mix_is_found(power, price):
     every = [c for c in itertools.product(range(17), repeat=2) if 0 < sum(c) <= 16 and enough(c)]
     cheapest = min(module._price(c, kinds) for c in every)
     assert search(kinds, enough).found.price == pytest.approx(cheapest)
+
+
+def test_targets_are_tried_in_turn_by_those_that_look_at_them():
+    """``enough`` with 6 if it aims at 1 s, with 4 if it aims at half a second; others need 6."""
+    tried = {True: [], False: []}
+
+    def judge_for(heeds):
+        def judge(_, kinds, counts, policy, target_s):
+            tried[heeds].append((counts[0], target_s))
+            aim = target_s if heeds else 1.0
+            met = counts[0] >= (4 if aim == 0.5 else 6)
+            summary = SimpleNamespace(ttft_s=aim / counts[0])
+            return Trial(counts, float(counts[0]), met, summary, target_s)
+
+        return judge
+
+    asked = replace(wanted(), targets_s=(1.0, 0.5))
+    found = {}
+    for heeds in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_try", judge_for(heeds))
+            found[heeds] = module._search(module._Task(asked, ONE, "any")).found
+    assert (found[True].counts, found[True].target_s) == ((4,), 0.5)
+    assert (found[False].counts, found[False].target_s) == ((6,), 1.0)
+    # With one replica there is no choice to differ in; at the second cluster it is clear.
+    assert tried[False] == [(1, 1.0), (1, 0.5), (2, 1.0), (2, 0.5), (4, 1.0), (8, 1.0), (6, 1.0),
+                            (5, 1.0)]  # fmt: skip
+
+
+def test_a_rule_that_looks_at_targets_is_told_them():
+    asked = replace(wanted(0.5), targets_s=(0.5, 0.1))
+    need = plan(asked, ONE, ["dual_map"], jobs=1)[0]
+    assert need.found.target_s in (0.5, 0.1)
+    assert need.found.summary.ttft_s.p99 <= 0.5
 
 
 def test_the_plan_is_enough_and_one_less_is_not():

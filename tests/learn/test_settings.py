@@ -109,9 +109,9 @@ def test_the_last_stage_and_stages_with_a_score_need_no_number_of_updates():
 
 
 def test_presets_are_sound_and_named():
-    assert s.preset_names() == ["finetune", "full", "polish", "quick"]
+    assert s.preset_names() == ["finetune", "full", "polish", "quick", "tail"]
     for name in s.preset_names():
-        own = {"start": "tailrace"} if name in ("finetune", "polish") else {}
+        own = {"start": "tailrace"} if name in ("finetune", "polish", "tail") else {}
         if name == "finetune":
             own["scenarios"] = ["demo"]
         preset = s.build(s.read(name), own)

@@ -24,7 +24,7 @@ from tailrace.errors import TailraceError
 @click.option(
     "--preset", metavar="NAME", cls=SectionOption,
     help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores) or full (the "
-    "general policy, under 2 hours) or, with --from, finetune or polish. "
+    "general policy, under 2 hours) or, with --from, finetune, polish or tail. "
     "[default: quick]",
 )  # fmt: skip
 @click.option(

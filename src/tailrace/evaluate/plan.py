@@ -36,6 +36,8 @@ class Wanted:
     objectives: tuple[Objective, ...]
     seeds: tuple[int, ...]  #: the objectives must hold on each
     most: int  #: replicas
+    targets_s: tuple[float, ...] = ()
+    """Targets for first tokens that policies may be told, in this order; none: the scenario's."""
 
     def __post_init__(self) -> None:
         if not self.objectives or not self.seeds:
@@ -56,6 +58,7 @@ class Trial:
     price: float
     met: bool
     summary: Summary  #: of the first seed on which an objective fails, else of the last
+    target_s: float | None = None  #: for first tokens, as the policy was told; None: the scenario's
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,19 @@ def plan(
 def _search(task: _Task) -> Need:
     wanted, kinds = task.wanted, task.kinds
     trials: dict[Counts, Trial] = {}
+    targets_s: Sequence[float | None] = wanted.targets_s or (None,)
 
     def met(counts: Counts) -> bool:
+        nonlocal targets_s
         if counts not in trials:
-            trials[counts] = _try(wanted, kinds, counts, task.policy)
+            tried = []
+            for target_s in targets_s:
+                tried.append(_try(wanted, kinds, counts, task.policy, target_s))
+                if tried[-1].met:
+                    break
+            trials[counts] = tried[-1] if tried[-1].met else tried[0]
+            if len(tried) > 1 and sum(counts) > 1 and _all_alike(tried):
+                targets_s = targets_s[:1]  # it does not look at them
         return trials[counts].met
 
     def fewest_of(kind: int) -> int | None:
@@ -162,14 +174,23 @@ def _cheaper_mixes(
     yield from sorted(mixes, key=lambda counts: (_price(counts, kinds), sum(counts)))
 
 
-def _try(wanted: Wanted, kinds: Sequence[Kind], counts: Counts, policy: str) -> Trial:
+def _all_alike(trials: Sequence[Trial]) -> bool:
+    return all(trial.summary.ttft_s == trials[0].summary.ttft_s for trial in trials)
+
+
+def _try(
+    wanted: Wanted, kinds: Sequence[Kind], counts: Counts, policy: str, target_s: float | None
+) -> Trial:
     scenario = _with(wanted.scenario, kinds, counts)
+    if target_s is not None:
+        workload = scenario.workload.model_copy(update={"ttft_slo_s": target_s})
+        scenario = scenario.model_copy(update={"workload": workload})
     for seed in wanted.seeds:
         summary = summarise(run(scenario, policy, scenarios.resolve_rate(scenario), seed))
         met = all(objective.met(summary) for objective in wanted.objectives)
         if not met:
             break
-    return Trial(counts, _price(counts, kinds), met, summary)
+    return Trial(counts, _price(counts, kinds), met, summary, target_s)
 
 
 def _price(counts: Counts, kinds: Sequence[Kind]) -> float:

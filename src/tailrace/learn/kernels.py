@@ -202,7 +202,9 @@ def branch(
     before = fleet.accrued_cost(f, tables, c, now)
     arrived = _arrived(f.clusters[c])
     facts = tables.facts[f.clusters[c]["table"]]
-    usual = before + tail_weight * tail_s(f.requests[c], facts, 0, f.clusters[c]["highest"], 0.0)
+    usual = before
+    if tail_weight > 0.0:
+        usual += tail_weight * tail_s(f.requests[c], facts, 0, f.clusters[c]["highest"], 0.0)
     usual /= max(arrived, 1)
     plan[:] = NO_REPLICA
     for k in range(n):

@@ -21,6 +21,7 @@ def print_plan(
             for k, kind in enumerate(kinds)
         ),
         Column(("", "price"), [number(t.price) if t else UNKNOWN for t in found]),
+        *_targets(found, wanted),
         Column(("within", "SLO"), [_share(t) for t in found]),
         Column(("TTFT", "P99 s"), [number(t.summary.ttft_s.p99) if t else UNKNOWN for t in found]),
         Column(("E2E", "mean s"), [number(t.summary.e2e_s.mean) if t else UNKNOWN for t in found]),
@@ -52,6 +53,14 @@ def verdict(needs: Sequence[Need], wanted: Wanted) -> str:
 
 def _price(trial: Trial | None) -> float:
     return float("inf") if trial is None else trial.price
+
+
+def _targets(found: Sequence[Trial | None], wanted: Wanted) -> list[Column]:
+    """Return what the policies were told to aim at, if there was a choice."""
+    if not wanted.targets_s:
+        return []
+    told = [number(t.target_s) if t else UNKNOWN for t in found]
+    return [Column(("target", "s"), told)]
 
 
 def _share(trial: Trial | None) -> str:

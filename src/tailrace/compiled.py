@@ -18,8 +18,8 @@ _PACKAGE = Path(__file__).parent
 _KERNEL_SOURCES = (
     *("compiled.py", "policy/*.py", "policy/rules/*.py", "sim/*.py"),
     *("learn/kernels.py", "learn/fused_kernels.py", "learn/rollout.py"),
-    *("router/bodies.py", "router/eviction.py", "router/hashing.py", "router/kernels.py"),
-    "router/shared.py",
+    *("router/bodies.py", "router/eviction.py", "router/hashing.py", "router/json_scan.py"),
+    *("router/kernels.py", "router/shared.py"),
 )
 
 

@@ -43,8 +43,9 @@ OUTLINE = frozenset(
 #: Iterations a decode probe is to measure; with much context they are cheap beside the prompts.
 WINDOW, LONG_WINDOW = 24, 48
 LEAST_WINDOW = 4
-#: Timers of servers wake to the millisecond, so a time to first token is uncertain by this.
-TIMER_MS = 0.3
+#: A time to first token is uncertain by this however often it is measured: timers of a server and
+#: what its client does come at the same moments every time.
+TIMER_MS = 0.05
 #: The median of n normal values is so much less certain than their mean, and the median of the
 #: difference between two of them is so many standard deviations.
 MEDIAN, NORMAL_STEP = 1.2533, 0.9539
@@ -230,8 +231,10 @@ def noise_ms(measurements: Sequence[Measurement], *, of_one: bool = False) -> Fl
     }
     return np.array(
         [
-            np.hypot(MEDIAN * scatter[m.probe.is_prefill], TIMER_MS * m.probe.is_prefill)
-            / np.sqrt(1 if of_one else len(m.samples))
+            np.hypot(
+                MEDIAN * scatter[m.probe.is_prefill] / np.sqrt(1 if of_one else len(m.samples)),
+                TIMER_MS * m.probe.is_prefill,
+            )
             for m in measurements
         ]
     )

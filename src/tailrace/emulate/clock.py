@@ -1,20 +1,11 @@
 """Emulated time, injectable so that tests need not wait for it."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable
 from typing import Protocol
 
-#: Event loops fire timers to the millisecond; asking for less than that makes them spin.
-TIMER_STEP_S = 1e-3
-
-
-class Handle(Protocol):
-    """A timer that can be called off."""
-
-    def cancel(self) -> None:
-        """Call it off."""
+from tailrace.emulate.timers import Handle, timers
 
 
 class Clock(Protocol):
@@ -37,6 +28,7 @@ class LoopClock:
         self._loop = loop
         self._time_scale = time_scale
         self._start_s = time.monotonic()
+        self._timers = timers(loop)
 
     def now(self) -> float:
         """Emulated seconds since the start."""
@@ -44,11 +36,13 @@ class LoopClock:
         return (time.monotonic() - self._start_s) / self._time_scale
 
     def call_at(self, at_s: float, callback: Callable[[], None]) -> Handle:
-        """Call back at ``at_s`` (emulated s), up to a real millisecond or so late."""
-        delay_s = self._start_s + at_s * self._time_scale - time.monotonic()
-        steps = max(0, math.ceil(delay_s / TIMER_STEP_S))
-        return self._loop.call_later(steps * TIMER_STEP_S, callback)
+        """Call back at ``at_s`` (emulated s)."""
+        return self._timers.call_at(self._start_s + at_s * self._time_scale, callback)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         """Call back in the next turn of the loop."""
         self._loop.call_soon(callback)
+
+    def close(self) -> None:
+        """Call nothing back any more."""
+        self._timers.close()

@@ -60,6 +60,7 @@ class Emulator:
         self.services: list[Service] = []
         self.ports: list[int] = []
         self.admin_url: str | None = None
+        self._clock: LoopClock | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -74,7 +75,7 @@ class Emulator:
     async def __aenter__(self) -> Self:
         # Compiled on first use, which takes longer than an iteration may.
         iteration_s(cost_rows([cost_of(self._replicas[0])])[0], 1.0, 0.0, 0.0, 1.0)
-        clock = LoopClock(asyncio.get_running_loop(), self._time_scale)
+        clock = self._clock = LoopClock(asyncio.get_running_loop(), self._time_scale)
         try:
             for number in range(len(self._replicas)):
                 self.services.append(self._service(number, clock))
@@ -162,6 +163,8 @@ class Emulator:
         if self._admin_listener is not None:
             self._admin_listener.close()
             self._admin.drop_all()
+        if self._clock is not None:
+            self._clock.close()
         await asyncio.sleep(0)  # the loop tells the connections that they are closed
 
 

@@ -12,8 +12,9 @@ import xxhash
 
 from tailrace.config import Replica
 from tailrace.emulate import tokenizer
-from tailrace.emulate.clock import Clock, Handle
+from tailrace.emulate.clock import Clock
 from tailrace.emulate.metrics import Meter
+from tailrace.emulate.timers import Handle
 from tailrace.sim.reference.blocks import BlockPool
 from tailrace.sim.reference.content import BlockId, Content
 from tailrace.sim.reference.request import Request

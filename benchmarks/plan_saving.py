@@ -23,7 +23,7 @@ from tailrace.seeds import Purpose, seeds
 
 SUBJECT = "tailrace"
 SEEDS, MOST = 3, 80
-#: Seconds of traffic, about. A rate of hundreds shows savings too small to show in a few replicas.
+#: Seconds of traffic, about.
 TRAFFIC_S = 170
 
 
@@ -42,9 +42,6 @@ CASES = (
     Case("sessions-hot", 60, 1.0),
     Case("sessions-hot", 60, 0.3),
     Case("agents", 30, 1.0),
-    Case("chat", 240, 1.0),
-    Case("sessions-hot", 240, 1.0),
-    Case("sessions-hot", 240, 0.3),
 )
 
 

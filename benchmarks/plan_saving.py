@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tailrace.cli.plan import targets
 from tailrace.config import Cluster, Replica, Scenario, Workload
 from tailrace.evaluate.capacity import Objective
-from tailrace.evaluate.plan import Kind, Need, Wanted, plan
+from tailrace.evaluate.plan import Kind, Need, Wanted, plan, targets_s
 from tailrace.output.atomic import atomic_path
 from tailrace.policy import registry
 from tailrace.seeds import Purpose, seeds
@@ -57,7 +56,7 @@ def needs_of(case: Case, policies: list[str], jobs: int | None) -> list[Need]:
         ),
     )
     objectives = (Objective("ttft_p99_s", case.ttft_p99_s),)
-    tried = targets(scenario, objectives)
+    tried = targets_s(scenario, objectives)
     wanted = Wanted(scenario, objectives, tuple(seeds(Purpose.TUNING, SEEDS)), MOST, tried)
     return plan(wanted, [Kind(replica.device, replica)], policies, jobs=jobs)
 

@@ -32,15 +32,15 @@ def most_telling(
     """
     rows = p.stretches(measurements, token_budget)
     relative = _relative_columns(rows, fitted.model)
-    form_ms = fitted.form * rows.ms
-    once_ms = p.noise_ms(measurements, of_one=True)
+    once_ms, always_ms = p.noise_parts_ms(measurements)
+    systematic = (fitted.form * rows.ms) ** 2 + always_ms**2
     runs = np.array([float(len(m.samples)) for m in measurements])
     cost_s = np.array([took_s[m.probe] for m in measurements])
     chosen: list[Probe] = []
     left_s = seconds
     while (cost_s <= left_s).any():
-        weight = 1.0 / (form_ms**2 + once_ms**2 / runs)
-        more = 1.0 / (form_ms**2 + once_ms**2 / (runs + 1)) - weight
+        weight = 1.0 / (systematic + once_ms**2 / runs)
+        more = 1.0 / (systematic + once_ms**2 / (runs + 1)) - weight
         gain = _gain(relative, weight, more) / cost_s
         best = int(np.argmax(np.where(cost_s <= left_s, gain, -1.0)))
         chosen.append(measurements[best].probe)

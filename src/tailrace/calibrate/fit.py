@@ -27,8 +27,8 @@ from tailrace.sim.fit import (
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
-#: Coefficients that are always there: those of the model, and the overhead of a request.
 OVERHEAD = "overhead_ms"
+#: Coefficients that are always there: those of the model, and the overhead of a request.
 FIXED = len(FIELDS) + 1
 #: Nobody measures better than this share, so a fit is never thought to be better.
 PRECISION = 1e-4

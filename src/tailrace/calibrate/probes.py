@@ -220,24 +220,25 @@ class Measurement:
         return float(np.median(np.abs(values - self.ms)) / self.ms)
 
 
-def noise_ms(measurements: Sequence[Measurement], *, of_one: bool = False) -> Floats:
-    """Return what the median of each measurement [R] is uncertain by; one scatter for each kind.
+def noise_ms(measurements: Sequence[Measurement]) -> Floats:
+    """Return what the median of each measurement [R] is uncertain by."""
+    once_ms, always_ms = noise_parts_ms(measurements)
+    runs = np.array([len(m.samples) for m in measurements])
+    found: Floats = np.hypot(once_ms / np.sqrt(runs), always_ms)
+    return found
 
-    ``of_one``: instead what a single run is uncertain by.
+
+def noise_parts_ms(measurements: Sequence[Measurement]) -> tuple[Floats, Floats]:
+    """Return what one run of each [R] is uncertain by, and what any number of runs is.
+
+    The former is the scatter of all of a kind, prefills or decodes.
     """
+    is_prefill = np.array([m.probe.is_prefill for m in measurements])
     scatter = {
         kind: _scatter_ms([m for m in measurements if m.probe.is_prefill == kind])
-        for kind in {m.probe.is_prefill for m in measurements}
+        for kind in (True, False)
     }
-    return np.array(
-        [
-            np.hypot(
-                MEDIAN * scatter[m.probe.is_prefill] / np.sqrt(1 if of_one else len(m.samples)),
-                TIMER_MS * m.probe.is_prefill,
-            )
-            for m in measurements
-        ]
-    )
+    return MEDIAN * np.where(is_prefill, scatter[True], scatter[False]), TIMER_MS * is_prefill
 
 
 def _scatter_ms(measurements: Sequence[Measurement]) -> float:

@@ -19,12 +19,8 @@ from tailrace.config import Replica, Scenario
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.evaluate.capacity import Objective
     from tailrace.evaluate.plan import Kind
 
-#: Shares of a limit for the P99 of first tokens that routers are told as requests' target. Some
-#: keep 99 in a hundred within the limit only if they aim well below it.
-AIMS = (1.0, 0.5, 0.25)
 USUAL = ("tailrace", "load_aware", "llm_d_sticky", "lmetric", "least_outstanding", "round_robin")
 
 
@@ -66,7 +62,7 @@ def command(
 
     For example: tailrace plan --workload sessions-hot --rate 60 --ttft-p99-s 1
     """
-    from tailrace.evaluate.plan import Wanted, plan
+    from tailrace.evaluate.plan import Wanted, plan, targets_s
     from tailrace.output.plans import print_plan
     from tailrace.seeds import Purpose, seeds
 
@@ -80,7 +76,7 @@ def command(
         objectives,
         tuple(seeds(Purpose.TUNING, seed_count)),
         most,
-        targets(scenario, objectives),
+        targets_s(scenario, objectives),
     )
     show = not (as_json or quiet)
     policies = tuple(dict.fromkeys(policies))
@@ -94,19 +90,6 @@ def command(
         console.print_json({"kinds": kind_names, "objectives": objectives, "needs": needs})
     else:
         print_plan(console.stdout(), needs, offered, wanted)
-
-
-def targets(scenario: Scenario, objectives: "tuple[Objective, ...]") -> tuple[float, ...]:
-    """Return the targets for first tokens that routers may be told, s; none: the scenario's.
-
-    Those of AIMS if there is a limit for first tokens, unless a target is given or the share of
-    requests within their targets is an objective.
-    """
-    limits = {objective.kind: objective.limit for objective in objectives}
-    given = "ttft_slo_s" in scenario.workload.model_fields_set
-    if given or "attainment" in limits or "ttft_p99_s" not in limits:
-        return ()
-    return tuple(aim * limits["ttft_p99_s"] for aim in AIMS)
 
 
 def _own_kind(scenario: Scenario) -> "Kind":

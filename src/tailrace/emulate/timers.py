@@ -1,7 +1,7 @@
 """Timers to some ten microseconds. Event loops fire theirs to the millisecond, late by up to one.
 
 Linux has them as files that become readable (timerfd), which any event loop can wait for; Python
-has that from 3.13 on, so the three calls are made by ctypes. Elsewhere the loop's own timers do.
+has that from 3.13 on, so two calls are made by ctypes. Elsewhere the loop's own timers do.
 """
 
 import asyncio

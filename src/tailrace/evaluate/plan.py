@@ -17,6 +17,9 @@ Counts = tuple[int, ...]
 #: A mix can do more than its parts, for instance by keeping long prompts off slow replicas; one
 #: that is this far from what its parts would do alone is not tried.
 LEAST_MIX = 0.75
+#: Shares of a limit for the P99 of first tokens that routers are told as requests' target. Some
+#: keep 99 in a hundred within the limit only if they aim well below it.
+AIMS = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,19 @@ class _Task:
     wanted: Wanted
     kinds: tuple[Kind, ...]
     policy: str
+
+
+def targets_s(scenario: Scenario, objectives: Sequence[Objective]) -> tuple[float, ...]:
+    """Return the targets for first tokens that routers may be told, s; none: the scenario's.
+
+    Those of AIMS if there is a limit for first tokens, unless a target is given or the share of
+    requests within their targets is an objective.
+    """
+    limits = {objective.kind: objective.limit for objective in objectives}
+    given = "ttft_slo_s" in scenario.workload.model_fields_set
+    if given or "attainment" in limits or "ttft_p99_s" not in limits:
+        return ()
+    return tuple(aim * limits["ttft_p99_s"] for aim in AIMS)
 
 
 def plan(

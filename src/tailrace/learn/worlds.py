@@ -218,10 +218,11 @@ def score(task: ScoreTask) -> Played:
         pass
     result = simulation.result()
     summary = summarise(result)
-    ttft = result.requests["first_token_s"] - result.requests["arrived_s"]
-    tail_s = float(np.nansum(ttft**2 / result.table.rows["ttft_slo_s"])) / max(1, len(ttft))
+    cluster = fleet.clusters[0]
+    facts = tables.facts[cluster["table"]]
+    tail_s = kernels.tail_s(fleet.requests[0], facts, 0, cluster["highest"], 0.0)
     return Played(
-        summary.cost_s + task.world.tail_weight * tail_s,
+        summary.cost_s + task.world.tail_weight * tail_s / task.world.requests,
         summary.ttft_s.p99,
         summary.e2e_s.mean,
         tuple(summary.replica_share),

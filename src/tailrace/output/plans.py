@@ -21,8 +21,7 @@ def print_plan(
             for k, kind in enumerate(kinds)
         ),
         Column(("", "price"), [number(t.price) if t else UNKNOWN for t in found]),
-        *_targets(found, wanted),
-        Column(("within", "SLO"), [_share(t) for t in found]),
+        _aim(found, wanted),
         Column(("TTFT", "P99 s"), [number(t.summary.ttft_s.p99) if t else UNKNOWN for t in found]),
         Column(("E2E", "mean s"), [number(t.summary.e2e_s.mean) if t else UNKNOWN for t in found]),
         Column(("tried", "clusters"), [str(len(need.trials)) for need in needs], keep=1),
@@ -55,12 +54,12 @@ def _price(trial: Trial | None) -> float:
     return float("inf") if trial is None else trial.price
 
 
-def _targets(found: Sequence[Trial | None], wanted: Wanted) -> list[Column]:
-    """Return what the policies were told to aim at, if there was a choice."""
-    if not wanted.targets_s:
-        return []
-    told = [number(t.target_s) if t else UNKNOWN for t in found]
-    return [Column(("target", "s"), told)]
+def _aim(found: Sequence[Trial | None], wanted: Wanted) -> Column:
+    """Return the targets that were told if there was a choice, else the shares that met theirs."""
+    if wanted.targets_s:
+        told = [number(t.target_s) if t else UNKNOWN for t in found]
+        return Column(("target", "s"), told)
+    return Column(("within", "SLO"), [_share(t) for t in found])
 
 
 def _share(trial: Trial | None) -> str:

@@ -16,7 +16,7 @@ VLLM := .venv-vllm
 RAY := .venv-ray
 RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
-KERNEL_TESTS := tests/policy tests/sim tests/learn
+KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
@@ -74,7 +74,7 @@ $(VIDUR)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-vidur: $(VIDUR)/.installed ## policies inside the real Vidur, and its times against ours
-	$(VIDUR)/bin/python -m pytest -m vidur tests/vidur
+	$(VIDUR)/bin/python -m pytest -m vidur tests/integrations/vidur
 
 # torchvision, torchaudio and torchcodec come as builds that do not fit and break the import.
 $(VLLM)/.installed: constraints-vllm.txt
@@ -93,7 +93,7 @@ $(RAY)/.installed: pyproject.toml constraints.txt
 
 # Ray listens on all addresses: it gets a network of its own.
 test-ray: $(RAY)/.installed ## training and evaluation on Ray, sweeps, and the router in Ray Serve (needs unshare)
-	unshare -n bash -c 'ip link set lo up && exec $(RAY)/bin/python -m pytest -m ray tests/ray -p no:unraisableexception'
+	unshare -n bash -c 'ip link set lo up && exec $(RAY)/bin/python -m pytest -m ray tests/integrations/ray -p no:unraisableexception'
 
 test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take over on emulated servers (four minutes)
 	$(PYTEST) -m loop tests/test_loop.py

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from tailrace import scenario as scenarios
-from tailrace.evaluate.compare import compare
+from tailrace.evaluate.judge.compare import compare
+from tailrace.files import atomic_path
 from tailrace.learn import settings as s
 from tailrace.learn.trainer import Trainer
-from tailrace.output.atomic import atomic_path
 from tailrace.parallel import Crew
-from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.seeds import Purpose, seeds
 
 SCENARIOS = ("uniform-chat-80", "mixed-speed", "hot-sessions-mixed-speed")

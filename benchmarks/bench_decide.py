@@ -18,13 +18,13 @@ import orjson
 
 from tailrace import scenario as scenarios
 from tailrace.compiled import jit
-from tailrace.evaluate.runner import simulation
+from tailrace.evaluate.measure.runner import simulation
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.router.asked import read_asked
-from tailrace.router.decide import Chooser, ChooserSettings
-from tailrace.router.fleet import Fleet, Flight
+from tailrace.router.decide.chooser import Chooser, ChooserSettings
+from tailrace.router.intake.request_body import read_asked
 from tailrace.router.settings import BackendSettings
+from tailrace.router.state.cluster import Fleet, Flight
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim import engine as kernel
 

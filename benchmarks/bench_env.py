@@ -20,7 +20,7 @@ from bench_sim import CHAT_RPS_PER_REPLICA, cluster, machine
 from tailrace.config import Scenario, Workload
 from tailrace.env.single_env import RouterEnv
 from tailrace.env.vector_env import RouterVectorEnv
-from tailrace.policy.observation import REPLICA_FEATURES
+from tailrace.policy.learned.observation import REPLICA_FEATURES
 from tailrace.scenario import load
 from tailrace.seeds import Purpose, seeds
 

@@ -21,14 +21,14 @@ from typing import Any
 from rich.console import Console
 
 from bench_sim import machine
-from tailrace.distributed.pool import connect, packed, place
+from tailrace.integrations.ray.pool import connect, packed, place
 from tailrace.learn import settings as s
-from tailrace.learn.plan import Plan
+from tailrace.learn.world_schedule import Plan
 from tailrace.learn.worlds import LabelTask, label
 from tailrace.parallel import Crew, working_on
-from tailrace.policy.architecture import pack
-from tailrace.policy.network import Network
-from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.policy.learned.architecture import pack
+from tailrace.policy.learned.network import Network
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 
 WORLDS, DECISIONS, TURNS, EMPTY = 10, 1500, 5, 200
 

@@ -27,12 +27,12 @@ from tailrace.config import Scenario
 from tailrace.emulate import tokenizer
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.replica import EmulatedReplica, Job
-from tailrace.router.asked import Asked
-from tailrace.router.books import new_books
-from tailrace.router.decide import Chooser, ChooserSettings
-from tailrace.router.fleet import Fleet, Flight
+from tailrace.router.decide.chooser import Chooser, ChooserSettings
+from tailrace.router.intake.request_body import Asked
 from tailrace.router.settings import BackendSettings
-from tailrace.sim.devices import resolved
+from tailrace.router.state.cluster import Fleet, Flight
+from tailrace.router.state.shared_state import new_books
+from tailrace.view.devices import resolved
 from tailrace.workload.library import from_settings
 from tailrace.workload.table import RequestTable
 

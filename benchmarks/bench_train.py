@@ -31,12 +31,12 @@ from bench_sim import machine
 from tailrace.env.sb3 import RouterVecEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.learn.exploration import Now
-from tailrace.learn.ppo import Learner, PpoSettings
-from tailrace.learn.rollout import RolloutTask, collect
+from tailrace.learn.improve.ppo import Learner, PpoSettings
+from tailrace.learn.improve.rollout import RolloutTask, collect
 from tailrace.parallel import Crew
-from tailrace.policy.architecture import NetworkConfig
-from tailrace.policy.network import Network
-from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.policy.learned.architecture import NetworkConfig
+from tailrace.policy.learned.network import Network
+from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
 from tailrace.seeds import Purpose, seeds
 
 SCENARIO = "uniform-chat-80"

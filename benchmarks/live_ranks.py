@@ -28,10 +28,10 @@ from scipy.stats import kendalltau
 from tailrace import scenario as scenarios
 from tailrace.bench.load import run_load
 from tailrace.config import Scenario
-from tailrace.evaluate.metrics import summarise
-from tailrace.evaluate.runner import run, traffic
-from tailrace.output.tables import Column, number, print_columns
+from tailrace.evaluate.measure.metrics import summarise
+from tailrace.evaluate.measure.runner import run, traffic
 from tailrace.seeds import Purpose, seeds
+from tailrace.terminal.tables import Column, number, print_columns
 
 POLICIES = ("tailrace", "load_aware", "lmetric", "cache_aware", "least_outstanding", "round_robin")
 STOP_S = 15.0

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config import Cluster, Replica, Scenario, Workload
-from tailrace.evaluate.capacity import Objective
-from tailrace.evaluate.plan import Kind, Need, Wanted, plan, targets_s
-from tailrace.output.atomic import atomic_path
+from tailrace.evaluate.search.capacity import Objective
+from tailrace.evaluate.search.sizing import Kind, Need, Wanted, plan, targets_s
+from tailrace.files import atomic_path
 from tailrace.policy import registry
 from tailrace.seeds import Purpose, seeds
 

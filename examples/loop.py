@@ -38,10 +38,9 @@ from typing import Any, NamedTuple, NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from tailrace.output.atomic import atomic_path
-from tailrace.output.jsons import dumps
-from tailrace.output.tables import Column, number, print_columns
-from tailrace.workload import decisionlog, library, ownfile
+from tailrace.files import atomic_path, dumps
+from tailrace.terminal.tables import Column, number, print_columns
+from tailrace.workload import decision_log, library, request_file
 from tailrace.workload.arrivals import Poisson
 from tailrace.workload.catalogue import lognormal
 from tailrace.workload.compose import Part, WorkloadSpec
@@ -276,7 +275,7 @@ def conversations(shrink: float) -> WorkloadSpec:
 def write_load(plan: Plan, path: Path, seed: int, rate: float) -> Path:
     """Write the requests of one load; ``rate`` in requests/s."""
     table = library.make(conversations(plan.shrink), plan.requests, rate, seed)
-    ownfile.write(table, path)
+    request_file.write(table, path)
     return path
 
 
@@ -534,7 +533,7 @@ def step_shadow(plan: Plan, urls: Sequence[str], done: Json) -> Json:
 
 def decisions(folder: Path) -> list[Json]:
     """Return the lines of a decision log."""
-    return [data for _, _, data in decisionlog.records(folder)]
+    return [data for _, _, data in decision_log.records(folder)]
 
 
 def disagreement(folder: Path) -> Json:

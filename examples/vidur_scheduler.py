@@ -23,11 +23,11 @@ from vidur.config.config import (
 from vidur.simulator import Simulator
 from vidur.utils.random import set_seeds
 
-import tailrace.vidur
-from tailrace.vidur.demonstrations import Demonstrations
-from tailrace.vidur.predictor import TailraceExecutionTimePredictorConfig
+import tailrace.integrations.vidur
+from tailrace.integrations.vidur.demonstrations import Demonstrations
+from tailrace.integrations.vidur.predictor import TailraceExecutionTimePredictorConfig
 
-TailraceConfig = tailrace.vidur.register()  # the one call
+TailraceConfig = tailrace.integrations.vidur.register()  # the one call
 
 
 def settings(policy: str, folder: str) -> config.SimulationConfig:

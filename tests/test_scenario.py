@@ -3,7 +3,7 @@ import pytest
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.capacity import saturation_rps
+from tailrace.evaluate.search.capacity import saturation_rps
 
 TRAINING_SET = {
     "uniform-chat-30", "uniform-chat-80", "uniform-chat-95", "mixed-speed", "hot-sessions",
@@ -75,7 +75,7 @@ def test_rate_comes_before_load_and_load_before_the_own_pace():
 
 
 def test_a_capacity_is_measured_only_where_the_rate_depends_on_it(monkeypatch):
-    monkeypatch.setattr("tailrace.evaluate.capacity.saturation_rps", lambda _: 10.0)
+    monkeypatch.setattr("tailrace.evaluate.search.capacity.saturation_rps", lambda _: 10.0)
 
     def capacity(**workload):
         return scenarios.with_capacity(scenarios.build({"workload": workload})).capacity_rps

@@ -16,10 +16,9 @@ import numpy as np
 _PACKAGE = Path(__file__).parent
 #: Where compiled functions, and the types and constants they use, may stand.
 _KERNEL_SOURCES = (
-    *("compiled.py", "policy/*.py", "policy/rules/*.py", "sim/*.py"),
-    *("learn/kernels.py", "learn/fused_kernels.py", "learn/rollout.py"),
-    *("router/bodies.py", "router/eviction.py", "router/hashing.py", "router/json_scan.py"),
-    *("router/kernels.py", "router/shared.py"),
+    *("compiled.py", "view/*.py", "policy/**/*.py", "sim/*.py"),
+    *("learn/kernels.py", "learn/improve/fused_kernels.py", "learn/improve/rollout.py"),
+    *("router/intake/*.py", "router/state/*.py"),
 )
 
 

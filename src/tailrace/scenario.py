@@ -13,7 +13,7 @@ from typing import Any
 from tailrace import config
 from tailrace.config import Scenario, load_toml
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.output.atomic import atomic_path
+from tailrace.files import atomic_path
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
@@ -87,7 +87,9 @@ def capacity_rps(scenario: Scenario) -> float:
     """Return the scenario's capacity in requests/s: the stored one, else measured now."""
     if scenario.capacity_rps is not None:
         return scenario.capacity_rps
-    from tailrace.evaluate.capacity import saturation_rps  # needs the simulator: slow to import
+    from tailrace.evaluate.search.capacity import (
+        saturation_rps,  # needs the simulator: slow to import
+    )
 
     return saturation_rps(scenario)
 

@@ -12,7 +12,7 @@ from tailrace.calibrate.live import Asked, calibrated
 from tailrace.calibrate.probes import Measurement, Probe, Sample
 from tailrace.calibrate.survey import Limits, survey, token_budget
 from tailrace.config import Replica
-from tailrace.sim.devices import cost_of
+from tailrace.view.devices import cost_of
 
 
 def measured(probe, ms, runs, context=0.0):

@@ -3,12 +3,12 @@
 import pytest
 
 from replay.logged import write_log
+from tailrace.calibrate.iteration_fit import predicted_ms
 from tailrace.calibrate.logs import calibrate_log
 from tailrace.config import Cluster, Replica, Workload
 from tailrace.errors import TailraceError
 from tailrace.replay import recorded
-from tailrace.sim.devices import cost_of
-from tailrace.sim.fit import predicted_ms
+from tailrace.view.devices import cost_of
 from tailrace.workload.library import from_settings
 
 pytestmark = pytest.mark.compiled

@@ -12,7 +12,7 @@ from tailrace.calibrate.probes import Probe, Reply
 from tailrace.calibrate.survey import Limits, survey
 from tailrace.config import Replica
 from tailrace.errors import TailraceError
-from tailrace.sim.devices import cost_of
+from tailrace.view.devices import cost_of
 
 FIELDS = ("base_ms", "per_token_ms", "per_context_ms", "per_prefill_ms")
 

@@ -211,14 +211,14 @@ def test_an_interrupt_exits_with_130(run, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tailrace.evaluate.runner.simulate", interrupted)
+    monkeypatch.setattr("tailrace.evaluate.measure.runner.simulate", interrupted)
     result = run("simulate", *QUICK, *OUT, code=130)
     assert result.stderr.strip() == "interrupted"
     assert not Path("out.csv").exists()
 
 
 def test_a_bug_keeps_its_trace(run, monkeypatch):
-    monkeypatch.setattr("tailrace.evaluate.runner.simulate", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("tailrace.evaluate.measure.runner.simulate", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("simulate", *QUICK)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tailrace import scenario as scenarios
-from tailrace.evaluate import capacity
+from tailrace.evaluate.search import capacity
 from tailrace.seeds import Purpose, purpose_of
 
 pytestmark = pytest.mark.compiled

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from tailrace.cli import evaluate as cli_evaluate
-from tailrace.evaluate import cells, linear, opponents
-from tailrace.policy import checkpoint, shipped
+from tailrace.evaluate.judge import baselines
+from tailrace.evaluate.measure import cells
+from tailrace.evaluate.search import linear
+from tailrace.policy import shipped
+from tailrace.policy.learned import checkpoint
 from tailrace.seeds import Purpose, purpose_of
 
 pytestmark = pytest.mark.compiled
@@ -182,10 +185,10 @@ def test_tuned_constants_are_recorded_once(run_json, run, tmp_path):
 def test_shipped_opponents_can_be_used():
     documented = Path(__file__).parents[2] / "docs" / "results" / "tuned.json"
     assert documented.read_bytes() == shipped.TUNED_FILE.read_bytes()
-    from tailrace.evaluate.suite import load_scenarios
+    from tailrace.evaluate.judge.suite import load_scenarios
 
     (scenario,) = load_scenarios(["agents"])
-    found = {c.label: c.role for c in opponents.opponents(["tuned", "learned"], scenario)}
+    found = {c.label: c.role for c in baselines.opponents(["tuned", "learned"], scenario)}
     assert {"linear_es", "predict_greedy", "load_aware:tuned"} <= set(found)
 
 
@@ -206,11 +209,11 @@ def test_mistakes_in_tuning(refuse, args, message):
 def test_one_scenario_is_run_against_the_best_rules_on_record(
     run_json, mine, monkeypatch, tmp_path
 ):
-    monkeypatch.setattr(opponents, "BEST_FILE", tmp_path / "best.json")
+    monkeypatch.setattr(baselines, "BEST_FILE", tmp_path / "best.json")
     args = [arg for arg in QUICK if arg not in ("--against", "none")]
-    opponents.record_best("other", "random", {"not-mine": "random"})
-    assert opponents.recorded_best(["mine.toml"]) is None
-    opponents.record_best("custom", "preble", {"mine.toml": "dynamo"})
+    baselines.record_best("other", "random", {"not-mine": "random"})
+    assert baselines.recorded_best(["mine.toml"]) is None
+    baselines.record_best("custom", "preble", {"mine.toml": "dynamo"})
     found = run_json(*args, "-p", "lmetric")
     assert {c["policy"] for c in found["cells"]} == {
         "lmetric", "least_outstanding", "preble", "dynamo",

@@ -4,7 +4,8 @@ import pytest
 
 from policy.networks import random_policy
 from tailrace.env.reward import RewardSettings
-from tailrace.policy import checkpoint, registry
+from tailrace.policy import registry
+from tailrace.policy.learned import checkpoint
 from tailrace.seeds import Purpose, purpose_of
 
 QUICK = ("--requests", "40", "--seeds", "2")

@@ -3,8 +3,8 @@ from pathlib import Path
 import pytest
 
 from policy.networks import random_policy
-from tailrace.policy import checkpoint
-from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.policy.learned import checkpoint
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.seeds import Purpose, purpose_of
 
 STATE = Path(__file__).parents[2] / "examples" / "states" / "hot-prefix.toml"

@@ -9,7 +9,7 @@ from click.shell_completion import ShellComplete
 from tailrace import __version__
 from tailrace.cli import COMMANDS, cli
 from tailrace.policy import registry
-from tailrace.sim import devices
+from tailrace.view import devices
 from tailrace.workload import library
 
 

@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("torch")
 
 from learn.tiny import content, log, scenario_file
-from tailrace.learn.runs import RunFolder
+from tailrace.learn.run_folder import RunFolder
 from tailrace.learn.trainer import Trainer
-from tailrace.policy import checkpoint
+from tailrace.policy.learned import checkpoint
 
 CONFIG = """
 updates = {updates}

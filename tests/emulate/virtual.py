@@ -8,11 +8,11 @@ import orjson
 from tailrace.bench.prompts import PromptWriter, spoken
 from tailrace.config import Cluster
 from tailrace.emulate import replica as replicas
-from tailrace.emulate.asked import Served
 from tailrace.emulate.http import Connection
 from tailrace.emulate.metrics import Meter
+from tailrace.emulate.request_body import Served
 from tailrace.emulate.service import Service, max_model_len
-from tailrace.sim.devices import resolved
+from tailrace.view.devices import resolved
 
 
 class VirtualClock:

@@ -12,7 +12,7 @@ from tailrace.config import Cluster, Event, Replica, Router, Scenario, Workload
 from tailrace.env.single_env import RouterEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
-from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
 from tailrace.seeds import Purpose, generator, purpose_of, seeds
 from tailrace.sim.simulator import Simulation
 

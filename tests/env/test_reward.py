@@ -7,7 +7,7 @@ from tailrace.config import Cluster, Replica, Scenario, Workload, parse
 from tailrace.env.reward import Reward, RewardSettings
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
-from tailrace.sim import accounts
+from tailrace.sim import cost_accounts
 from tailrace.sim.fleet import Step, new_step
 
 WORLD = Scenario(
@@ -20,7 +20,7 @@ def step(elapsed_s: float = 0.5, spread: float = 0.0, **terms: float) -> Step:
     out = new_step(1, 2)
     out.elapsed_s[:], out.spread[:] = elapsed_s, spread
     for name, value in terms.items():
-        out.terms[0, accounts.TERMS.index(name)] = value
+        out.terms[0, cost_accounts.TERMS.index(name)] = value
     return out
 
 
@@ -33,7 +33,7 @@ def reward(settings: dict[str, object], *steps: Step) -> tuple[float, Reward]:
 
 def test_the_default_is_minus_the_composite_cost() -> None:
     value, function = reward({}, step(e2e_s=10, ttft_s=3, late_s=2, lost=1))
-    assert value == pytest.approx(-(0.2 * 10 + 3 + 2 * 2 + accounts.LOST_COST_S))
+    assert value == pytest.approx(-(0.2 * 10 + 3 + 2 * 2 + cost_accounts.LOST_COST_S))
     assert function.terms["e2e_s"] == 10
     assert function.terms["late_s"] == 2
     assert function.raw[0] == value
@@ -104,7 +104,7 @@ def test_a_restart_forgets_the_past() -> None:
     function = Reward(RewardSettings(relative=1.0), 2)
     two = new_step(2, 2)
     two.elapsed_s[:] = 1.0
-    two.terms[:, accounts.TTFT] = 5.0
+    two.terms[:, cost_accounts.TTFT] = 5.0
     function(two)
     function.restart(np.array([1]))
     function(two)

@@ -5,9 +5,9 @@ import torch
 
 from policy.networks import small
 from tailrace.learn.exploration import Now
-from tailrace.learn.ppo import Learner, PpoSettings
-from tailrace.learn.rollout import Ends, Rollout, behaviour, sample
-from tailrace.policy.network import LOGIT_GAIN, Network
+from tailrace.learn.improve.ppo import Learner, PpoSettings
+from tailrace.learn.improve.rollout import Ends, Rollout, behaviour, sample
+from tailrace.policy.learned.network import LOGIT_GAIN, Network
 
 torch.set_num_threads(1)
 

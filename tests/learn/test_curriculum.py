@@ -55,7 +55,7 @@ def test_a_state_says_how_far_it_is():
 def test_switches_are_logged_and_reach_the_tasks(tmp_path, monkeypatch):
     """Load, scenarios and strictness of each stage, as the roll-outs of its updates get them."""
     pytest.importorskip("torch")
-    from tailrace.learn import improvement
+    from tailrace.learn.improve import improvement
     from tailrace.learn.trainer import Trainer
 
     played = []

@@ -15,11 +15,11 @@ from learn.tiny import (  # noqa: E402
     settings,
     train,
 )
-from tailrace.learn import fit  # noqa: E402
+from tailrace.learn.imitate import fit  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation  # noqa: E402
-from tailrace.policy import checkpoint  # noqa: E402
-from tailrace.policy.architecture import SKETCH  # noqa: E402
+from tailrace.policy.learned import checkpoint  # noqa: E402
+from tailrace.policy.learned.architecture import SKETCH  # noqa: E402
 
 pytestmark = pytest.mark.compiled
 
@@ -240,7 +240,7 @@ def test_imitation_fades_and_weighs(tmp_path, monkeypatch):
         weights.append((options["imitation_weight"], sum(map(len, options["demonstrations"]))))
         return real(network, groups, **options)
 
-    monkeypatch.setattr("tailrace.learn.improvement.fit.improve", improve)
+    monkeypatch.setattr("tailrace.learn.improve.improvement.fit.improve", improve)
     over = {"updates": 3, "branching": {"imitation": 0.8, "imitation_updates": 2}}
     train(tmp_path, over)
     assert weights == [(0.8, 240), (0.4, 240), (0.0, 240)]

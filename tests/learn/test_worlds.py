@@ -7,7 +7,7 @@ from learn.tiny import SCENARIO
 from policy.networks import random_tensors, small
 from tailrace.config import Event, Workload
 from tailrace.errors import TailraceError
-from tailrace.evaluate.metrics import composite_cost_s
+from tailrace.evaluate.measure.metrics import composite_cost_s
 from tailrace.learn import kernels
 from tailrace.learn.samples import Samples
 from tailrace.learn.worlds import (
@@ -21,8 +21,8 @@ from tailrace.learn.worlds import (
     score,
 )
 from tailrace.policy import registry
-from tailrace.policy.architecture import pack
-from tailrace.policy.observation import REPLICA_FEATURES
+from tailrace.policy.learned.architecture import pack
+from tailrace.policy.learned.observation import REPLICA_FEATURES
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim import engine
 

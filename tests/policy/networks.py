@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.policy.architecture import NetworkConfig, tensor_shapes
-from tailrace.policy.learned import LearnedPolicy
-from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.policy.learned.architecture import NetworkConfig, tensor_shapes
+from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.policy.learned.policy import LearnedPolicy
 
 #: Small, so that it can be run without the compiler too; odd sizes on purpose.
 SMALL = {"hidden": 10, "attention": 6, "heads": 3, "scorer_hidden": 5, "value_hidden": 3}

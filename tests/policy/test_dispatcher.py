@@ -13,9 +13,9 @@ import pytest
 from policy.views import CALLABLE, make_view
 from tailrace.compiled import jit
 from tailrace.policy import rules
-from tailrace.policy.choose import choose
 from tailrace.policy.rules import RULES, Rule, score
-from tailrace.policy.view import View
+from tailrace.view.records import View
+from tailrace.view.selection import choose
 
 each_rule = pytest.mark.parametrize("rule", CALLABLE, ids=lambda rule: rule.name)
 

@@ -12,7 +12,7 @@ from policy.views import make_view
 from tailrace.errors import TailraceError
 from tailrace.policy import registry, shipped
 from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy, checked_scores
-from tailrace.policy.learned import LearnedPolicy
+from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.policy.registry import get, names, rules
 from tailrace.policy.rules import RULES
 

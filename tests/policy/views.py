@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from tailrace.config import CostModel
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.policy.choose import choose
 from tailrace.policy.registry import get
 from tailrace.policy.rules import RULES, Rule
-from tailrace.policy.view import NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER, View
-from tailrace.sim.cost import cost_rows
+from tailrace.view.cost_model import cost_rows
+from tailrace.view.records import NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER, View
+from tailrace.view.selection import choose
 
 COST = CostModel(base_ms=10.0, per_token_ms=0.1)
 CALLABLE = tuple(rule for rule in RULES if not rule.in_engine)

@@ -6,9 +6,9 @@ import numpy as np
 
 from router.fleets import Clock, backends, new_chooser
 from tailrace.bench.prompts import PromptWriter
-from tailrace.router.asked import Asked
-from tailrace.router.decisions import DecisionLog, DecisionLogSettings
-from tailrace.router.fleet import Fleet
+from tailrace.router.intake.request_body import Asked
+from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
+from tailrace.router.state.cluster import Fleet
 from tailrace.sim.simulator import simulate
 
 START_S = 1000.0

@@ -3,10 +3,16 @@ import dataclasses
 import pytest
 
 from policy.networks import random_tensors, small
-from tailrace.evaluate import results
-from tailrace.evaluate.opponents import Role, contender
-from tailrace.evaluate.suite import Plan, evaluate, load_scenarios, ranking_seeds, selection_seeds
-from tailrace.policy import checkpoint
+from tailrace.evaluate.judge import results
+from tailrace.evaluate.judge.baselines import Role, contender
+from tailrace.evaluate.judge.suite import (
+    Plan,
+    evaluate,
+    load_scenarios,
+    ranking_seeds,
+    selection_seeds,
+)
+from tailrace.policy.learned import checkpoint
 from tailrace.report.source import load
 
 #: Three shipped scenarios: few requests, known capacity, two sizes.

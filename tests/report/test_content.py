@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from tailrace.evaluate.compare import Interval
+from tailrace.evaluate.judge.compare import Interval
 from tailrace.report import replays
 from tailrace.report.content import FEW_SEEDS, judged
 from tailrace.report.render import evaluate_command, markdown_cell, render

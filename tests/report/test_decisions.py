@@ -2,18 +2,18 @@ import numpy as np
 import pytest
 
 from policy.networks import random_tensors, small
-from tailrace.evaluate import linear
-from tailrace.evaluate.cells import Traffic
-from tailrace.evaluate.runner import run
-from tailrace.evaluate.suite import load_scenarios
-from tailrace.policy import checkpoint
-from tailrace.policy.learned import LearnedPolicy
-from tailrace.policy.observation import (
+from tailrace.evaluate.judge.suite import load_scenarios
+from tailrace.evaluate.measure.cells import Traffic
+from tailrace.evaluate.measure.runner import run
+from tailrace.evaluate.search import linear
+from tailrace.policy.learned import checkpoint
+from tailrace.policy.learned.observation import (
     N_REPLICA_FEATURES,
     N_REQUEST_FEATURES,
     REPLICA_FEATURES,
     REQUEST_FEATURES,
 )
+from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.report import decisions as d
 from tailrace.report.decisions import Decisions, Question, decisions
 from tailrace.seeds import Purpose, seeds

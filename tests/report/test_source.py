@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from tailrace.errors import TailraceError
-from tailrace.evaluate.statistics import versus_each, versus_single
+from tailrace.evaluate.judge.statistics import versus_each, versus_single
 from tailrace.report.source import load, spans
 
 pytestmark = pytest.mark.compiled

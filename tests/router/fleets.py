@@ -3,10 +3,10 @@
 import orjson
 
 from tailrace.config import Replica
-from tailrace.router.asked import Asked, read_asked
-from tailrace.router.decide import Chooser, ChooserSettings, Decision
-from tailrace.router.fleet import Arrival, Fleet, Flight
+from tailrace.router.decide.chooser import Chooser, ChooserSettings, Decision
+from tailrace.router.intake.request_body import Asked, read_asked
 from tailrace.router.settings import BackendSettings
+from tailrace.router.state.cluster import Arrival, Fleet, Flight
 
 #: What must be zero when nothing is in flight.
 LEDGER = (

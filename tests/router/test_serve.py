@@ -409,7 +409,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("alive", "code"), [(True, 0), (False, 1)])
 def test_check_only_asks(alive: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tailrace.router.logs.to_stderr", lambda level: None)
+    monkeypatch.setattr("tailrace.router.observe.logs.to_stderr", lambda level: None)
 
     async def test() -> None:
         backend = Backend()

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from tailrace.policy.view import REPLICA_VIEW
-from tailrace.router.decide import ChooserSettings, Decision
-from tailrace.router.health import Health
-from tailrace.router.scrape import Snapshot
+from tailrace.router.decide.chooser import ChooserSettings, Decision
+from tailrace.router.intake.tokens import TokenCounter, TokenSettings
+from tailrace.router.observe.scrape import Snapshot
+from tailrace.router.observe.telemetry import Telemetry
+from tailrace.router.proxy.health import Health
 from tailrace.router.settings import BackendSettings, HealthSettings
-from tailrace.router.telemetry import Telemetry
-from tailrace.router.tokens import TokenCounter, TokenSettings
+from tailrace.view.records import REPLICA_VIEW
 
 
 class Clock:

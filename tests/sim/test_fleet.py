@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, Replica, Router
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.sim import accounts, engine
+from tailrace.sim import cost_accounts, engine
 from tailrace.sim.build import build_fleet, build_tables
 from tailrace.sim.fleet import (
     NO_ACTION,
@@ -66,7 +66,7 @@ def cost_by(requests: NDArray[np.void], facts: NDArray[np.void], t: float) -> fl
         total += 0.2 * (done - request["arrived"]) + ttft
         total += 2.0 * max(0.0, ttft - fact["ttft_slo"])
         if request["status"] == LOST and request["done"] <= t:
-            total += accounts.LOST_COST_S
+            total += cost_accounts.LOST_COST_S
     return total
 
 
@@ -110,7 +110,7 @@ def test_rewards_of_an_episode_add_up_to_the_cost_of_its_requests(workload, even
     ttft = requests["first"] - requests["arrived"]
     e2e = requests["done"] - requests["arrived"]
     late = np.maximum(ttft - table.rows["ttft_slo_s"], 0)
-    expected = (0.2 * e2e + ttft + 2 * late).sum() + lost * accounts.LOST_COST_S
+    expected = (0.2 * e2e + ttft + 2 * late).sum() + lost * cost_accounts.LOST_COST_S
     assert total == pytest.approx(expected, rel=1e-9)
     assert total == pytest.approx(cost_by(requests, tables.facts[0], end), rel=1e-9)
 
@@ -293,7 +293,7 @@ def test_accounts_against_the_definition(data: st.DataObject) -> None:
     facts["ttft_slo"] = data.draw(
         st.lists(st.sampled_from([0.0, 0.5, 1.0, 5.0]), min_size=n, max_size=n)
     )
-    terms = np.zeros(accounts.N_TERMS)
+    terms = np.zeros(cost_accounts.N_TERMS)
     t = 0.0
     for _ in range(30):
         t += data.draw(st.sampled_from([0.0, 0.25, 1.0, 3.0]))
@@ -304,18 +304,18 @@ def test_accounts_against_the_definition(data: st.DataObject) -> None:
         if what == "arrive" and new.size:
             r = data.draw(st.sampled_from(list(new)))
             requests[r]["arrived"] = t
-            accounts.arrived(cluster, requests, facts, r)
+            cost_accounts.arrived(cluster, requests, facts, r)
         elif what == "answer" and silent.size:
             r = data.draw(st.sampled_from(list(silent)))
             requests[r]["first"] = t
-            accounts.answered(cluster, requests, facts, r)
+            cost_accounts.answered(cluster, requests, facts, r)
         elif what in ("end", "lose") and answering.size:
             r = data.draw(st.sampled_from(list(answering)))
             requests[r]["done"] = t
             requests[r]["status"] = LOST if what == "lose" else 0
-            accounts.ended(cluster, requests, facts, r, what == "lose")
+            cost_accounts.ended(cluster, requests, facts, r, what == "lose")
         else:
             ahead = data.draw(st.sampled_from([0.0, 0.3, 7.0]))
-            accounts.read(cluster, requests, t + ahead, terms)
+            cost_accounts.read(cluster, requests, t + ahead, terms)
             expected = cost_by(requests, facts, t + ahead)
-            assert accounts.composite(terms) == pytest.approx(expected, abs=1e-9)
+            assert cost_accounts.composite(terms) == pytest.approx(expected, abs=1e-9)

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tailrace.router.scan import ReplyScanner, StreamScanner
-from tailrace.router.scrape import parse_metrics
-from tailrace.router.tokens import tokenize_body
+from tailrace.router.intake.tokens import tokenize_body
+from tailrace.router.observe.scrape import parse_metrics
+from tailrace.router.proxy.response_scan import ReplyScanner, StreamScanner
 
 from .client import get, post
 from .processes import BLOCK_TOKENS, BLOCKS, MODEL, wait_for

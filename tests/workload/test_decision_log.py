@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from router.fleets import Clock, chat, new_fleet, send
 from tailrace.cli import cli
 from tailrace.errors import TailraceError
-from tailrace.router.asked import Asked
-from tailrace.router.decisions import DecisionLog, DecisionLogSettings
+from tailrace.router.intake.request_body import Asked
+from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
 from tailrace.workload import traces
 from tailrace.workload.prefix import repeated_tokens
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from tailrace.errors import TailraceError
-from tailrace.workload import library, ownfile, traces
+from tailrace.workload import library, request_file, traces
 from tailrace.workload.table import RequestTable
 from workload.strategies import tables
 
@@ -52,7 +52,7 @@ def test_workloads_come_back(suffix: str, name: str, tmp_path: Path) -> None:
 def test_many_batches_come_back(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ownfile, "_ROWS_PER_BATCH", 7)
+    monkeypatch.setattr(request_file, "_ROWS_PER_BATCH", 7)
     table = library.make("agents", 100, None, 1)
     path = tmp_path / f"requests{suffix}"
     traces.write(table, path)
@@ -68,7 +68,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(ownfile.pa_csv, "write_csv", fail)
+    monkeypatch.setattr(request_file.pa_csv, "write_csv", fail)
     with pytest.raises(TailraceError, match=r"cannot write .*requests.csv: No space left"):
         traces.write(library.make("chat", 5, None, 1), path)
     assert path.read_text() == "old"

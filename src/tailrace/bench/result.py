@@ -11,14 +11,14 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
-from tailrace.evaluate.metrics import (
+from tailrace.evaluate.measure.metrics import (
     Latency,
     RequestTimes,
     composite_cost_s,
     request_times,
     slo_met,
 )
-from tailrace.output.atomic import atomic_path, check_target
+from tailrace.files import atomic_path, check_target
 from tailrace.sim.result import (
     FAILED,
     FINISHED,
@@ -101,7 +101,7 @@ class LoadResult:
         return request_times(self.simulated())
 
     def summary(self, warmup_fraction: float = 0.0) -> dict[str, Any]:
-        """Return the figures of the run, named as in :class:`tailrace.evaluate.metrics.Summary`.
+        """Return the figures of the run, named as in ``evaluate.measure.metrics.Summary``.
 
         The first ``warmup_fraction`` of the requests is left out. What cannot be told is None.
         """

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
+from tailrace.calibrate.iteration_fit import FIELDS
 from tailrace.calibrate.result import Calibrated, Calibration
 from tailrace.config import CostModel, Replica
-from tailrace.output.atomic import atomic_path
-from tailrace.sim.fit import FIELDS
+from tailrace.files import atomic_path
 
 _HEAD = """\
 # Replicas measured by `tailrace calibrate` ({source}), in the order of the router's backends.

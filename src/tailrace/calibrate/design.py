@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tailrace.calibrate import probes as p
-from tailrace.calibrate.fit import FIXED, Fitted, Floats, Stretches, summed
+from tailrace.calibrate.interval_fit import FIXED, Fitted, Floats, Stretches, summed
+from tailrace.calibrate.iteration_fit import FIELDS
 from tailrace.calibrate.probes import Measurement, Probe
 from tailrace.config import CostModel
-from tailrace.sim.fit import FIELDS
 
 #: An error of a knot's place counts this share of one of a coefficient: knots are far apart.
 PLACES = 0.1

@@ -18,7 +18,7 @@ from tailrace.bench.stream import Answer
 from tailrace.calibrate.probes import Probe, Reply
 from tailrace.emulate import tokenizer
 from tailrace.errors import TailraceError
-from tailrace.router.scrape import Snapshot, parse_metrics
+from tailrace.router.observe.scrape import Snapshot, parse_metrics
 
 PATH = "/v1/completions"
 TIMEOUT_S = 120.0

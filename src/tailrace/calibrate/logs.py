@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tailrace.calibrate.fit import FIXED, FORMS, Fitted, Floats, Ints, Sums, fit
+from tailrace.calibrate.interval_fit import FIXED, FORMS, Fitted, Floats, Ints, Sums, fit
+from tailrace.calibrate.iteration_fit import FIELDS, MAX_KNOTS, candidate_knots
 from tailrace.calibrate.probes import BUDGETS
 from tailrace.calibrate.result import (
     ASSUMED,
@@ -26,7 +27,6 @@ from tailrace.calibrate.result import (
 from tailrace.config import Cluster, CostModel, Engine, Replica
 from tailrace.errors import TailraceError
 from tailrace.replay.recorded import Recorded
-from tailrace.sim.fit import FIELDS, MAX_KNOTS, candidate_knots
 from tailrace.sim.result import SimResult
 from tailrace.sim.simulator import Simulation, uses_reference
 from tailrace.workload.table import RequestTable

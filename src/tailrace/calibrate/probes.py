@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.calibrate.fit import Fitted, Floats, Stretches, likeliest, summed
+from tailrace.calibrate.interval_fit import Fitted, Floats, Stretches, likeliest, summed
 
 #: Prompts of prefill probes, tokens. None is near a power of two, where a token more or less, as
 #: tokenizers have it, may mean another iteration.

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from tailrace.calibrate.iteration_fit import fit_profiles
 from tailrace.calibrate.result import Calibrated, Calibration, Regime, with_capacity
 from tailrace.config import Replica
-from tailrace.sim.fit import fit_profiles
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.config import Cluster, Replica
-from tailrace.sim.devices import REFERENCE
+from tailrace.view.devices import REFERENCE
 
 #: Device name of a replica whose cost model was measured.
 DEVICE = "calibrated"

@@ -7,7 +7,7 @@ import numpy as np
 
 from tailrace.calibrate import probes as p
 from tailrace.calibrate.design import most_telling
-from tailrace.calibrate.fit import KNOT_PRICE
+from tailrace.calibrate.interval_fit import KNOT_PRICE
 from tailrace.calibrate.probes import Endpoint, Measurement, Probe, Reply, Sample
 from tailrace.errors import TailraceError
 

@@ -140,7 +140,7 @@ def command(
              "prompt_lengths_by": result.calibration, "summary": figures}
         )  # fmt: skip
         return
-    from tailrace.bench.tables import print_load
+    from tailrace.terminal.loads import print_load
 
     print_load(console.stdout(), scenario.workload.name, rate, result, warmup)
 

@@ -117,8 +117,8 @@ def command(
 
     For example: tailrace calibrate http://127.0.0.1:8001 http://127.0.0.1:8002 -o cluster.toml
     """
-    from tailrace.output.atomic import check_target
-    from tailrace.output.plots import PLOT_SUFFIXES
+    from tailrace.files import check_target
+    from tailrace.terminal.plots import PLOT_SUFFIXES
 
     profiled = settings["mlp"] is not None
     if bool(urls) + (log is not None) + profiled != 1:
@@ -147,13 +147,13 @@ def command(
 
         write_cluster(calibration, out)
     if plot is not None:
-        from tailrace.output.calibrations import plot_calibration
+        from tailrace.terminal.calibrations import plot_calibration
 
         plot_calibration(calibration, plot)
     if as_json:
         console.print_json(calibration)
         return
-    from tailrace.output.calibrations import print_calibration
+    from tailrace.terminal.calibrations import print_calibration
 
     print_calibration(console.stdout(), calibration)
     if out is not None:

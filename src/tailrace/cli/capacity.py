@@ -21,7 +21,7 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.evaluate.capacity import Objective
+    from tailrace.evaluate.search.capacity import Objective
 
 _SLO = "Objectives (all must hold; default: --attainment 0.99)"
 _SECONDS: dict[str, Any] = {
@@ -55,7 +55,7 @@ def objective_options(function: F) -> F:
 
 def take_objectives(params: dict[str, Any]) -> "tuple[Objective, ...]":
     """Take what :func:`objective_options` added out of a command's parameters."""
-    from tailrace.evaluate.capacity import OBJECTIVES, Objective
+    from tailrace.evaluate.search.capacity import OBJECTIVES, Objective
 
     given = {kind: params.pop(kind) for kind in OBJECTIVES}
     limits = [(kind, limit) for kind, limit in given.items() if limit is not None]
@@ -122,8 +122,8 @@ def command(
                 raise TailraceError(f"{target} is a shipped scenario; write to a copy of it")
         _saturation(scenario, target, as_json=as_json, show=show)
         return
-    from tailrace.evaluate.capacity import max_load
-    from tailrace.output.tables import print_max_load
+    from tailrace.evaluate.search.capacity import max_load
+    from tailrace.terminal.tables import print_max_load
 
     with console.own_output(), console.progress("searching", enabled=show) as update:
         steps = iter(range(1, 1_000_000))
@@ -154,7 +154,7 @@ def _own_file(path: Path | None, scenario: Scenario, option: str) -> Path:
 
 
 def _saturation(scenario: Scenario, path: Path | None, *, as_json: bool, show: bool) -> None:
-    from tailrace.evaluate.capacity import saturation_rps
+    from tailrace.evaluate.search.capacity import saturation_rps
 
     with console.progress("measuring", enabled=show):
         measured = saturation_rps(scenario)

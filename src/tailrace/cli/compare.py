@@ -89,16 +89,16 @@ def command(
     few = engine == VIDUR and settings["workload__requests"] is None
     scenario = take_scenario(settings)
     from tailrace import scenario as scenarios
-    from tailrace.evaluate.compare import compare
-    from tailrace.evaluate.runner import default_policies, policy_for
-    from tailrace.output.atomic import check_target
-    from tailrace.output.plots import PLOT_SUFFIXES, plot_comparison
-    from tailrace.output.tables import print_comparison
+    from tailrace.evaluate.judge.compare import compare
+    from tailrace.evaluate.measure.runner import default_policies, policy_for
+    from tailrace.files import check_target
     from tailrace.seeds import Purpose, seeds
+    from tailrace.terminal.plots import PLOT_SUFFIXES, plot_comparison
+    from tailrace.terminal.tables import print_comparison
 
     notes: list[str] = []
     if engine == VIDUR:
-        from tailrace.vidur import compare as in_vidur
+        from tailrace.integrations.vidur import compare as in_vidur
 
         scenario, notes = _for_vidur(scenario, few)
         policy_for = in_vidur.vidur_policy
@@ -145,9 +145,9 @@ def command(
 
 def _for_vidur(scenario: "Scenario", few: bool) -> "tuple[Scenario, list[str]]":
     """Return the scenario as Vidur can play it, and what was changed; ``few``: requests."""
-    from tailrace.vidur import require
-    from tailrace.vidur.compare import DEFAULT_REQUESTS
-    from tailrace.vidur.limits import nearest
+    from tailrace.integrations.vidur import require
+    from tailrace.integrations.vidur.compare import DEFAULT_REQUESTS
+    from tailrace.integrations.vidur.limits import nearest
 
     require()
     scenario, notes = nearest(scenario)

@@ -47,7 +47,7 @@ def need(*modules: str, extra: str, what: str) -> None:
 
 def print_json(value: Any) -> None:
     """Write a result as JSON to standard output."""
-    from tailrace.output.jsons import dumps
+    from tailrace.files import dumps
 
     click.echo(dumps(value))
 

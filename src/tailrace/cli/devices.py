@@ -11,8 +11,8 @@ from tailrace.cli.options import json_option
 @json_option
 def command(name: str | None, as_json: bool) -> None:
     """List the device and model presets, or show one of them (NAME)."""
-    from tailrace.output.listings import print_listing, print_record
-    from tailrace.sim import devices
+    from tailrace.terminal.listings import print_listing, print_record
+    from tailrace.view import devices
 
     presets = [devices.get(name)] if name else [devices.get(n) for n in devices.names()]
     if as_json:

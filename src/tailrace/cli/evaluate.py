@@ -20,14 +20,14 @@ from tailrace.cli.options import (
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.evaluate.suite import Plan
+    from tailrace.evaluate.judge.suite import Plan
 
 DEFAULT_SUITE = "standard"
 DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
 
 
 def _suites(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    from tailrace.evaluate.suite import suite_names
+    from tailrace.evaluate.judge.suite import suite_names
 
     return [name for name in suite_names() if name.startswith(incomplete)]
 
@@ -117,9 +117,10 @@ def command(
 
     RUN, with --all-checkpoints, is the folder of a training run.
     """
-    from tailrace.evaluate import opponents, results
-    from tailrace.evaluate.suite import evaluate
-    from tailrace.output.evaluations import print_evaluation
+    from tailrace.evaluate.judge import baselines as opponents
+    from tailrace.evaluate.judge import results
+    from tailrace.evaluate.judge.suite import evaluate
+    from tailrace.terminal.evaluations import print_evaluation
 
     show = not (as_json or quiet)
     with console.own_output(), console.progress("measuring capacity", enabled=show):
@@ -162,9 +163,10 @@ def _plan(
     ttft_limit_s: float,
 ) -> "Plan":
     """Make a plan of the options; raises before any work is done if they cannot be met."""
-    from tailrace.evaluate import checkpoints, opponents
-    from tailrace.evaluate import suite as suites
-    from tailrace.evaluate.cells import Measure
+    from tailrace.evaluate.judge import baselines as opponents
+    from tailrace.evaluate.judge import checkpoints
+    from tailrace.evaluate.judge import suite as suites
+    from tailrace.evaluate.measure.cells import Measure
 
     if suite is not None and scenario_names:
         raise TailraceError("--suite and --scenario both say what to run; give one of the two")
@@ -209,7 +211,7 @@ def _plan(
 
 def _usual_opponents(run: Path | None, scenario_names: tuple[str, ...]) -> tuple[str, ...]:
     """Opponents if none are named: all, but the best known ones will do for single scenarios."""
-    from tailrace.evaluate.opponents import recorded_best
+    from tailrace.evaluate.judge.baselines import recorded_best
 
     if run is not None:
         return ("rules", "tuned", "learned")

@@ -9,8 +9,8 @@ from tailrace.cli import console
 from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, json_option
 
 if TYPE_CHECKING:
+    from tailrace.calibrate.iteration_fit import FitResult
     from tailrace.config import CostModel
-    from tailrace.sim.fit import FitResult
 
 _FILE = click.Path(path_type=Path)
 
@@ -56,8 +56,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Fit the cost model to profiling tables in Vidur's layout, and print its error."""
-    from tailrace.output.atomic import atomic_path, check_target
-    from tailrace.sim.fit import fit_profiles
+    from tailrace.calibrate.iteration_fit import fit_profiles
+    from tailrace.files import atomic_path, check_target
 
     if out is not None:
         check_target(out, (".toml",))
@@ -90,7 +90,7 @@ def cost_toml(model: "CostModel") -> str:
 
 
 def _print_errors(fitted: "FitResult") -> None:
-    from tailrace.output.listings import print_listing
+    from tailrace.terminal.listings import print_listing
 
     rows = [
         (regime, str(e.count), f"{100 * e.mean:.1f} %", f"{100 * e.max:.1f} %")

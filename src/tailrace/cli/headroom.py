@@ -100,12 +100,12 @@ def command(
     """
     reward = _take_reward(reward_file, settings)
     from tailrace import scenario as scenarios
-    from tailrace.evaluate.headroom import headroom, players
-    from tailrace.output.atomic import check_target
-    from tailrace.output.headrooms import plot_headroom, print_headroom
-    from tailrace.output.plots import PLOT_SUFFIXES
+    from tailrace.evaluate.search.headroom import headroom, players
+    from tailrace.files import check_target
     from tailrace.seeds import Purpose, require
     from tailrace.seeds import seeds as registered
+    from tailrace.terminal.headrooms import plot_headroom, print_headroom
+    from tailrace.terminal.plots import PLOT_SUFFIXES
 
     found_scenarios = [scenarios.load(name) for name in dict.fromkeys(scenario_names)]
     if first_seed is None:

@@ -73,12 +73,12 @@ def command(
     What its file says, which features it reacts to, where its attention goes, how it spreads
     requests, how often it agrees with each rule, and what it does in given states.
     """
-    from tailrace.evaluate.answer import answer
-    from tailrace.evaluate.inspect import description, inspect, learned, parameters
-    from tailrace.evaluate.situation import read
-    from tailrace.output.inspection_plots import check_plot, plot_inspection
-    from tailrace.output.inspections import print_about, print_answer, print_inspection
+    from tailrace.evaluate.explain.explain_state import answer
+    from tailrace.evaluate.explain.inspect import description, inspect, learned, parameters
+    from tailrace.evaluate.explain.state_file import read
     from tailrace.seeds import Purpose, seeds
+    from tailrace.terminal.inspection_plots import check_plot, plot_inspection
+    from tailrace.terminal.inspections import print_about, print_answer, print_inspection
 
     chosen = learned(policy)
     if not scenario_names and not state_files:

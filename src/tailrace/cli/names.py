@@ -29,7 +29,7 @@ def workloads(
 
 def devices(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the name of a device preset."""
-    from tailrace.sim import devices as presets
+    from tailrace.view import devices as presets
 
     return _matching([(n, presets.get(n).description) for n in presets.names()], incomplete)
 

@@ -153,7 +153,7 @@ def workers_option(function: F) -> F:
 
     @wraps(function)
     def there(*args: Any, workers: str, **params: Any) -> Any:
-        from tailrace.distributed.pool import place
+        from tailrace.integrations.ray.pool import place
         from tailrace.parallel import working_on
 
         with working_on(place(workers, params["jobs"])):

@@ -19,7 +19,7 @@ from tailrace.config import Replica, Scenario
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.evaluate.plan import Kind
+    from tailrace.evaluate.search.sizing import Kind
 
 USUAL = ("tailrace", "load_aware", "llm_d_sticky", "lmetric", "least_outstanding", "round_robin")
 
@@ -62,9 +62,9 @@ def command(
 
     For example: tailrace plan --workload sessions-hot --rate 60 --ttft-p99-s 1
     """
-    from tailrace.evaluate.plan import Wanted, plan, targets_s
-    from tailrace.output.plans import print_plan
+    from tailrace.evaluate.search.sizing import Wanted, plan, targets_s
     from tailrace.seeds import Purpose, seeds
+    from tailrace.terminal.plans import print_plan
 
     objectives = take_objectives(settings)
     scenario = take_scenario(settings)
@@ -93,7 +93,7 @@ def command(
 
 
 def _own_kind(scenario: Scenario) -> "Kind":
-    from tailrace.evaluate.plan import Kind
+    from tailrace.evaluate.search.sizing import Kind
 
     first = scenario.cluster.replicas[0]
     return Kind(first.device, first.model_copy(update={"count": 1}))
@@ -101,8 +101,8 @@ def _own_kind(scenario: Scenario) -> "Kind":
 
 def _kind(text: str, scenario: Scenario) -> "Kind":
     """Read DEVICE[*SPEED][=PRICE]; all else is as in the cluster's first replica."""
-    from tailrace.evaluate.plan import Kind
-    from tailrace.sim import devices
+    from tailrace.evaluate.search.sizing import Kind
+    from tailrace.view import devices
 
     name, _, price = text.partition("=")
     device, _, speed = name.partition("*")

@@ -15,8 +15,8 @@ def command(name: str | None, as_json: bool) -> None:
     A policy of your own is a file: `--policy my_rule.py`, with a function scores(view).
     """
     from tailrace.errors import unknown_name
-    from tailrace.output.listings import print_listing, print_record
     from tailrace.policy import registry
+    from tailrace.terminal.listings import print_listing, print_record
 
     rules = {rule.name: rule for rule in registry.rules()}
     installed = [n for n in registry.names() if n not in rules]

@@ -82,13 +82,13 @@ def command(
 
     For example: tailrace replay decisions/ --cluster cluster.toml --replicas 3,4,5
     """
-    from tailrace.evaluate.metrics import summarise
-    from tailrace.output.atomic import check_target
-    from tailrace.output.live_replays import RECORDED, plot_replay, print_fidelity, print_outcomes
-    from tailrace.output.plots import PLOT_SUFFIXES
+    from tailrace.evaluate.measure.metrics import summarise
+    from tailrace.files import check_target
     from tailrace.replay import recorded as logs
     from tailrace.replay.fidelity import fidelity
     from tailrace.replay.what_if import what_if
+    from tailrace.terminal.plots import PLOT_SUFFIXES
+    from tailrace.terminal.replays import RECORDED, plot_replay, print_fidelity, print_outcomes
     from tailrace.workload import traces
 
     if plot is not None:

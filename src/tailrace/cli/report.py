@@ -45,7 +45,7 @@ def command(
     same seeds, and checked against the results.
     """
     console.need("jinja2", extra="report", what="a report")
-    from tailrace.output.atomic import atomic_path, check_target
+    from tailrace.files import atomic_path, check_target
     from tailrace.report.render import render
     from tailrace.report.replays import play, tasks_of
     from tailrace.report.source import load

@@ -24,7 +24,7 @@ def command(name: str | None, as_json: bool) -> None:
     if as_json:
         console.print_json(found)
         return
-    from tailrace.output.listings import print_listing
+    from tailrace.terminal.listings import print_listing
 
     rows = [(s.name, str(s.cluster.size), s.workload.name, _pace(s), s.description) for s in found]
     headings = ("scenario", "replicas", "workload", "load", "shows")

@@ -80,8 +80,8 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
     console.need(*_MODULES, extra="serve", what="serve")
     import uvloop
 
-    from tailrace.router import logs
     from tailrace.router.app import create
+    from tailrace.router.observe import logs
     from tailrace.router.serve_settings import load
 
     assignments = [assignment(text) for text in given["assignments"]]
@@ -93,7 +93,7 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
     settings = read()
     logs.to_stderr(settings.log.level)
     if settings.processes > 1 and not check:
-        from tailrace.router.worker import serve_several
+        from tailrace.router.workers.worker import serve_several
 
         again = read if config is not None else None
         return serve_several(settings, again, _announce_several, _warn)

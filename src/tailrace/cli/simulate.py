@@ -57,11 +57,11 @@ def command(
     """Run one policy on one workload and cluster, and print a summary."""
     scenario = take_scenario(settings)
     from tailrace import scenario as scenarios
-    from tailrace.evaluate.metrics import summarise
-    from tailrace.evaluate.runner import policy_for, run
-    from tailrace.output.requests import check_requests_target, write_requests
-    from tailrace.output.tables import print_summary
-    from tailrace.output.trace import check_trace_target, write_trace
+    from tailrace.evaluate.measure.metrics import summarise
+    from tailrace.evaluate.measure.request_results import check_requests_target, write_requests
+    from tailrace.evaluate.measure.runner import policy_for, run
+    from tailrace.sim.chrome_trace import check_trace_target, write_trace
+    from tailrace.terminal.tables import print_summary
 
     with console.own_output():
         policy_for(scenario, policy)

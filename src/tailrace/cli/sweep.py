@@ -18,7 +18,7 @@ from tailrace.config import assign
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.distributed.sweep import Result, Sweep
+    from tailrace.integrations.ray.sweep import Result, Sweep
 
 
 @click.command("sweep", cls=SectionedCommand)
@@ -87,7 +87,7 @@ def command(
     Ray Tune runs the trials. Each is an ordinary training run with a folder of its own. They are
     trained and judged on training seeds only, never on evaluation seeds.
     """
-    from tailrace.distributed.pool import SCHEME, connect, parse_workers
+    from tailrace.integrations.ray.pool import SCHEME, connect, parse_workers
 
     if resume is not None:
         ctx = click.get_current_context()
@@ -101,7 +101,7 @@ def command(
         raise TailraceError(f"a sweep runs on Ray: --workers ray or ray:ADDRESS, not '{workers}'")
     address = parse_workers(workers, "a sweep")
     console.need("torch", "tensorboard", "gymnasium", extra="train", what="training")
-    from tailrace.distributed import sweep as sweeps
+    from tailrace.integrations.ray import sweep as sweeps
 
     if resume is not None:
         folder, sweep = resume, sweeps.load(resume)
@@ -137,8 +137,8 @@ def _asked(
     scheduler: Any,
 ) -> "Sweep":
     """Make a sweep of the options."""
-    from tailrace.distributed import space
-    from tailrace.distributed.sweep import Sweep
+    from tailrace.integrations.ray import space
+    from tailrace.integrations.ray.sweep import Sweep
     from tailrace.learn import settings as s
 
     over: dict[str, Any] = s.read(config) if config is not None else {}
@@ -164,7 +164,7 @@ def _asked(
 
 
 def _print(folder: Path, results: "list[Result]") -> None:
-    from tailrace.output.listings import print_listing
+    from tailrace.terminal.listings import print_listing
 
     rows = []
     for result in results:

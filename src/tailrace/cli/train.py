@@ -119,9 +119,9 @@ def command(
     console.need("torch", "tensorboard", "gymnasium", extra="train", what="training")
     from tailrace.learn import settings as s
     from tailrace.learn.trainer import Trainer
-    from tailrace.output.training import LiveWatcher, print_outcome
     from tailrace.parallel import cores
     from tailrace.scenario import merged
+    from tailrace.terminal.training import LiveWatcher, print_outcome
 
     chosen: s.TrainSettings | None = None
     if resume is None:
@@ -176,7 +176,7 @@ def _own_scenario(cluster: Path | None, workload: str | None) -> Scenario:
 
 def stopped(folder: Path) -> str:
     """Say what is left of a run that was interrupted."""
-    from tailrace.learn.runs import RunFolder
+    from tailrace.learn.run_folder import RunFolder
 
     if RunFolder(folder).has_state:
         return f"stopped; go on with: tailrace train --resume {shlex.quote(str(folder))}"

@@ -18,8 +18,8 @@ from tailrace.cli.options import (
 from tailrace.errors import TailraceError, unknown_name
 
 if TYPE_CHECKING:
-    from tailrace.evaluate.cells import Traffic
-    from tailrace.evaluate.tune import Tuned
+    from tailrace.evaluate.measure.cells import Traffic
+    from tailrace.evaluate.search.tune import Tuned
 
 
 @click.command("tune", cls=SectionedCommand)
@@ -76,7 +76,7 @@ def command(
     predict_greedy (a supervised predictor of cost; needs tailrace[train]). Default: all rules with
     constants.
     """
-    from tailrace.evaluate.tune import KNOBS
+    from tailrace.evaluate.search.tune import KNOBS
     from tailrace.policy import shipped
 
     for name in targets:
@@ -89,7 +89,7 @@ def command(
         output = shipped.TUNED_FILE
         if learning:
             output = shipped.FOLDER / f"{learning[0]}.tailrace"
-    from tailrace.output.atomic import check_target
+    from tailrace.files import check_target
 
     if output is not None:
         check_target(output, (".tailrace",) if learning else (".json",))
@@ -106,8 +106,8 @@ def _traffics(
     suite: str, scenario_names: Sequence[str], requests: int, seeds: Sequence[int]
 ) -> "list[Traffic]":
     from tailrace import scenario as scenarios
-    from tailrace.evaluate.cells import Traffic
-    from tailrace.evaluate.suite import load_scenarios, load_suite
+    from tailrace.evaluate.judge.suite import load_scenarios, load_suite
+    from tailrace.evaluate.measure.cells import Traffic
 
     found = load_scenarios(scenario_names or load_suite(suite).scenarios, requests)
     return [Traffic(s, scenarios.resolve_rate(s), seed) for s in found for seed in seeds]
@@ -118,9 +118,9 @@ def _tune_rules(
     scenario_names: Sequence[str], seed_count: int, requests: int, budget: int, jobs: int | None,
     **_: Any,
 ) -> None:  # fmt: skip
-    from tailrace.evaluate.suite import TUNE_FROM
-    from tailrace.evaluate.tune import Objective, tune_rule
-    from tailrace.evaluate.tuned import merge, record_of
+    from tailrace.evaluate.judge.suite import TUNE_FROM
+    from tailrace.evaluate.search.tune import Objective, tune_rule
+    from tailrace.evaluate.search.tuned import merge, record_of
     from tailrace.parallel import Crew
     from tailrace.seeds import Purpose, seeds
 
@@ -145,7 +145,7 @@ def _tune_rules(
     if as_json:
         console.print_json({"rules": records})
         return
-    from tailrace.output.listings import print_listing
+    from tailrace.terminal.listings import print_listing
 
     rows = [
         (name, f"{t.default_score:.3f}", f"{t.score:.3f}", records[name]["spec"])
@@ -159,8 +159,8 @@ def _tune_learning(
     scenario_names: Sequence[str], seed_count: int, requests: int, generations: int, rounds: int,
     jobs: int | None, **_: Any,
 ) -> None:  # fmt: skip
-    from tailrace.evaluate.suite import TUNE_FROM
-    from tailrace.evaluate.tuned import save_linear, save_predictor
+    from tailrace.evaluate.judge.suite import TUNE_FROM
+    from tailrace.evaluate.search.tuned import save_linear, save_predictor
     from tailrace.parallel import Crew
     from tailrace.policy.shipped import LINEAR
     from tailrace.seeds import Purpose, seeds

@@ -26,7 +26,7 @@ def command() -> None:
 @json_option
 def list_command(as_json: bool) -> None:
     """List the built-in workloads."""
-    from tailrace.output.listings import print_listing
+    from tailrace.terminal.listings import print_listing
     from tailrace.workload import library
 
     specs = [library.describe(name) for name in library.names()]
@@ -42,7 +42,7 @@ def list_command(as_json: bool) -> None:
 @json_option
 def describe_command(name: str, as_json: bool) -> None:
     """Say what a built-in workload (NAME) is and where its figures come from."""
-    from tailrace.output.listings import print_record
+    from tailrace.terminal.listings import print_record
     from tailrace.workload import library
 
     about = _about(library.describe(name))
@@ -68,7 +68,7 @@ def describe_command(name: str, as_json: bool) -> None:
 def stats_command(name: str, seed: int, as_json: bool, **settings: Any) -> None:
     """Print statistics of a built-in workload or of a file of requests (NAME)."""
     workload = take_workload(name, settings)
-    from tailrace.output.workloads import print_statistics
+    from tailrace.terminal.workloads import print_statistics
     from tailrace.workload.library import from_settings
     from tailrace.workload.stats import statistics
 
@@ -125,7 +125,7 @@ def import_command(file: Path, format_name: str, sort: bool, out: Path, as_json:
 
 
 def _check_target(out: Path) -> None:
-    from tailrace.output.atomic import check_target
+    from tailrace.files import check_target
 
     check_target(out, (".csv", ".parquet"))
 

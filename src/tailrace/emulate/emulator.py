@@ -6,17 +6,17 @@ from types import TracebackType
 from typing import Self
 
 from tailrace.config import Cluster, parse
-from tailrace.emulate.asked import Served
 from tailrace.emulate.clock import Clock, LoopClock
 from tailrace.emulate.faults import Fault
 from tailrace.emulate.http import ApiError, Connection, HttpRequest, read_object
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.replica import EmulatedReplica
+from tailrace.emulate.request_body import Served
 from tailrace.emulate.service import Service, max_model_len
 from tailrace.errors import TailraceError
-from tailrace.sim.cost import cost_rows, iteration_s
-from tailrace.sim.devices import cost_of, resolved
-from tailrace.sim.limits import check_cluster
+from tailrace.sim.feasibility import check_cluster
+from tailrace.view.cost_model import cost_rows, iteration_s
+from tailrace.view.devices import cost_of, resolved
 
 BACKLOG = 4096
 

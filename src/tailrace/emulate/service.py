@@ -10,13 +10,13 @@ import xxhash
 
 from tailrace.config import Replica
 from tailrace.emulate import metrics, tokenizer
-from tailrace.emulate.answers import Streamed, Whole
-from tailrace.emulate.asked import Served, check_model, completion_prompt, read_generation
 from tailrace.emulate.faults import Fault
 from tailrace.emulate.http import ApiError, Connection, HttpRequest, read_object
 from tailrace.emulate.replica import EmulatedReplica, Job
+from tailrace.emulate.request_body import Served, check_model, completion_prompt, read_generation
+from tailrace.emulate.responses import Streamed, Whole
 from tailrace.errors import TailraceError
-from tailrace.sim.limits import check_requests
+from tailrace.sim.feasibility import check_requests
 from tailrace.workload.table import RequestTable
 
 VERSION = "0.32.0+emulated"

@@ -13,12 +13,12 @@ from tailrace.env.reward import Reward, RewardSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.policy.observation import LIMIT, N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.policy.learned.observation import LIMIT, N_REPLICA_FEATURES, N_REQUEST_FEATURES
 from tailrace.seeds import SEEDS_PER_PURPOSE, Purpose, require, seeds
 from tailrace.sim import engine
+from tailrace.sim.allocation import Room, new_fleet, new_tables
 from tailrace.sim.build import lay_out, set_up
 from tailrace.sim.fleet import NO_ACTION, SKIP, begin, follow, new_step, step_fleet
-from tailrace.sim.room import Room, new_fleet, new_tables
 from tailrace.sim.types import Fleet
 
 Array = NDArray[np.float64]

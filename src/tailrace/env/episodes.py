@@ -8,10 +8,10 @@ from tailrace import scenario as scenarios
 from tailrace.config import Replica, Scenario
 from tailrace.errors import TailraceError
 from tailrace.seeds import Purpose, generator, require
+from tailrace.sim.allocation import Room, room_for
 from tailrace.sim.build import why_not_compiled
-from tailrace.sim.devices import resolved
-from tailrace.sim.limits import check_cluster, check_requests
-from tailrace.sim.room import Room, room_for
+from tailrace.sim.feasibility import check_cluster, check_requests
+from tailrace.view.devices import resolved
 from tailrace.workload.library import from_settings
 from tailrace.workload.table import RequestTable
 

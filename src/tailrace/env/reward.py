@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from tailrace.config import Positive, Settings
-from tailrace.sim import accounts
+from tailrace.sim import cost_accounts
 from tailrace.sim.fleet import Step
 
 Array = NDArray[np.float64]
@@ -22,13 +22,13 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 class RewardSettings(Settings):
     """Weights of the reward's terms; 0 leaves a term out."""
 
-    e2e: Weight = accounts.E2E_WEIGHT
+    e2e: Weight = cost_accounts.E2E_WEIGHT
     """Cost of a second a request is in the system."""
-    ttft: Weight = accounts.TTFT_WEIGHT
+    ttft: Weight = cost_accounts.TTFT_WEIGHT
     """Cost of a second a request is without a first token."""
-    late: Weight = accounts.LATE_WEIGHT
+    late: Weight = cost_accounts.LATE_WEIGHT
     """Cost of a second a request is past its target without a first token."""
-    lost: Weight = accounts.LOST_COST_S
+    lost: Weight = cost_accounts.LOST_COST_S
     """Cost of a request that fails."""
     soft_late: Weight = 0.0
     """Cost of a late first token by a logistic curve, between 0 (early) and 1 (late)."""
@@ -86,13 +86,13 @@ class Reward:
     def __init__(self, settings: RewardSettings, n: int) -> None:
         """Begin with clusters that have just started."""
         self.settings = settings
-        self._weights = np.zeros(accounts.N_TERMS)
-        self._weights[accounts.E2E] = settings.e2e
-        self._weights[accounts.TTFT] = settings.ttft
-        self._weights[accounts.LATE] = settings.late
-        self._weights[accounts.LOST_REQUESTS] = settings.lost
-        self._weights[accounts.SOFT_LATE] = settings.soft_late
-        self._weights[accounts.EARLY] = -settings.early
+        self._weights = np.zeros(cost_accounts.N_TERMS)
+        self._weights[cost_accounts.E2E] = settings.e2e
+        self._weights[cost_accounts.TTFT] = settings.ttft
+        self._weights[cost_accounts.LATE] = settings.late
+        self._weights[cost_accounts.LOST_REQUESTS] = settings.lost
+        self._weights[cost_accounts.SOFT_LATE] = settings.soft_late
+        self._weights[cost_accounts.EARLY] = -settings.early
         self._averages = bool(settings.throughput or settings.improvement or self._follows_past)
         # fading sums over the time watched
         self._watched_s, self._cost, self._arrived, self._finished = np.zeros((4, n))
@@ -114,7 +114,7 @@ class Reward:
         """Return the rewards [n] of a step; ``reference_cost`` is what a rule paid in that time."""
         settings = self.settings
         cost = step.terms @ self._weights
-        names = zip(accounts.TERMS, step.terms.T.copy(), strict=True)
+        names = zip(cost_accounts.TERMS, step.terms.T.copy(), strict=True)
         self.terms = {"elapsed_s": step.elapsed_s.copy(), **dict(names)}
         reward = -cost
         if settings.balance:
@@ -138,7 +138,7 @@ class Reward:
         self._watched_s = self._watched_s * keep + settings.history_s * (1 - keep)
         self._cost = self._cost * keep + cost
         self._arrived = self._arrived * keep + 1
-        self._finished = self._finished * keep + step.terms[:, accounts.FINISHED]
+        self._finished = self._finished * keep + step.terms[:, cost_accounts.FINISHED]
         missing = 1 - self._finished / self._arrived
         shortfall = np.clip(missing, 0, settings.throughput_cap) * step.elapsed_s
         improvement = before - self._rate()

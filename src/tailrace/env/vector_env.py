@@ -18,9 +18,9 @@ class RouterVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     """``num_envs`` simulated clusters; an action is the replica the request at hand is sent to.
 
     Observations are dictionaries: ``replicas`` [n, N, F], ``request`` [n, G] (see
-    policy/observation.py) and ``mask`` [n, N], 1 where a replica may be chosen. An episode always
-    ends by truncation, after ``decisions`` decisions, and the next one begins in the same step:
-    the observation is then that of the new episode and ``info["final_obs"]`` that of the old.
+    policy/learned/observation.py) and ``mask`` [n, N], 1 where a replica may be chosen. An episode
+    always ends by truncation, after ``decisions`` decisions, and the next one begins in the same
+    step: the observation is then that of the new episode and ``info["final_obs"]`` that of the old.
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012 (Gymnasium's way)

@@ -1,20 +1,20 @@
 """Compiled loops of training: label decisions with a teacher, and try several choices at one.
 
 Both let a policy drive a cluster and write what was seen into preallocated arrays. ``network`` is
-the packed vector of the network in training (see policy/architecture.py): its prior's scores and
-its memory belong to what is seen, whoever drives.
+the packed vector of the network in training (see policy/learned/architecture.py): its prior's
+scores and its memory belong to what is seen, whoever drives.
 """
 
 import numpy as np
 
 from tailrace.compiled import jit
-from tailrace.policy import architecture as a
-from tailrace.policy.choose import NO_REPLICA, choose, random_below, random_u64
-from tailrace.policy.learned import learned_scores, prior_scores
-from tailrace.policy.observation import observe
-from tailrace.policy.view import View
-from tailrace.sim import accounts, clock, engine, fleet, lookahead
+from tailrace.policy.learned import architecture as a
+from tailrace.policy.learned.observation import observe
+from tailrace.policy.learned.policy import learned_scores, prior_scores
+from tailrace.sim import clock, cost_accounts, engine, fleet, lookahead
 from tailrace.sim import server as servers
+from tailrace.view.records import View
+from tailrace.view.selection import NO_REPLICA, choose, random_below, random_u64
 
 #: Cost of all choices but the teacher's own, where that one names no costs.
 NOT_CHOSEN = 1.0
@@ -316,9 +316,9 @@ def _run_out(twin, tables, end):
         request = requests[n]
         if np.isnan(request["arrived"]) or not request["done"] > end:
             continue
-        total += accounts.E2E_WEIGHT * (request["done"] - end)
+        total += cost_accounts.E2E_WEIGHT * (request["done"] - end)
         first = request["first"]
         if first > end:
             late = max(first - max(request["deadline"], end), 0.0)
-            total += accounts.TTFT_WEIGHT * (first - end) + accounts.LATE_WEIGHT * late
+            total += cost_accounts.TTFT_WEIGHT * (first - end) + cost_accounts.LATE_WEIGHT * late
     return total

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.learn.distribution import Randomisation, Share
 from tailrace.learn.exploration import ExplorationSettings
-from tailrace.learn.ppo_settings import PpoSettings
+from tailrace.learn.improve.ppo_settings import PpoSettings
 from tailrace.policy import registry, shipped
-from tailrace.policy.architecture import NetworkConfig
+from tailrace.policy.learned.architecture import NetworkConfig
 from tailrace.scenario import merged
 from tailrace.seeds import SEEDS_PER_PURPOSE
 

@@ -14,23 +14,25 @@ import numpy as np
 import torch
 
 from tailrace.errors import TailraceError
-from tailrace.learn import fit, outside, safety, sketch
+from tailrace.learn import external_worlds, stopping
 from tailrace.learn.curriculum import Curriculum
 from tailrace.learn.exploration import Exploration
-from tailrace.learn.improvement import Branching, Improvement, gather
-from tailrace.learn.plan import Plan
-from tailrace.learn.runs import RunFolder
+from tailrace.learn.imitate import fit, sketch
+from tailrace.learn.improve.improvement import Branching, Improvement, gather
+from tailrace.learn.progress import Silent, Watcher
+from tailrace.learn.run_folder import RunFolder
 from tailrace.learn.samples import Samples, grouped
 from tailrace.learn.settings import TrainSettings
 from tailrace.learn.validation import Validation, Verdict
-from tailrace.learn.watching import Silent, Watcher
+from tailrace.learn.world_schedule import Plan
 from tailrace.learn.worlds import Driver, label
 from tailrace.parallel import Crew
-from tailrace.policy import checkpoint, registry
-from tailrace.policy.architecture import pack
-from tailrace.policy.learned import LearnedPolicy
-from tailrace.policy.network import Network
-from tailrace.policy.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.policy import registry
+from tailrace.policy.learned import checkpoint
+from tailrace.policy.learned.architecture import pack
+from tailrace.policy.learned.network import Network
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.seeds import generator
 from tailrace.sim.engine import LEARNED_CODE
 
@@ -65,7 +67,7 @@ class Outcome:
     best_score: float
     best_rule: tuple[str, float]
     reference: str  #: rule that costs are divided by
-    health: list[safety.Check]
+    health: list[stopping.Check]
 
 
 class Trainer:
@@ -104,14 +106,14 @@ class Trainer:
         self.plan = Plan(settings, self.progress.capacities)
         self.progress.capacities = list(self.plan.capacities)
         self._check_scenarios()
-        outside.check(settings, self.plan)
+        external_worlds.check(settings, self.plan)
         self.validation = Validation(self.plan.validation(), settings.evaluation.rules)
         self.validation.rule_costs = {
             rule: tuple(costs) for rule, costs in self.progress.rule_costs.items()
         }
         self.exploration = Exploration(settings.exploration)
         self.curriculum = Curriculum(settings.curriculum)
-        self.behind = safety.Behind(settings.safety, self.progress.behind)
+        self.behind = stopping.Behind(settings.safety, self.progress.behind)
         if self._fresh:
             self.folder.create(settings)
         self.workers = Crew(jobs)
@@ -191,7 +193,7 @@ class Trainer:
         first = self.settings.demonstrations.rounds * self.settings.demonstrations.worlds
         if self.settings.method == "branching":
             return Branching(self.network, self.plan, self.workers, first)
-        ppo = outside.WORLDS[self.settings.env]
+        ppo = external_worlds.WORLDS[self.settings.env]
         return ppo(self.network, self.plan, self.workers, first, self.exploration)
 
     # ---- cloning --------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ class Trainer:
             self.exploration.after_evaluation(update, verdict.score)
             if flag:
                 self.exploration.red_flag(update)
-        safety.check_collapse(verdict, self.settings.safety)
+        stopping.check_collapse(verdict, self.settings.safety)
         return {
             "score": verdict.score,
             "score_vs_best_rule": verdict.score / best_rule[1],
@@ -342,7 +344,7 @@ class Trainer:
         if best_score is None:
             raise TailraceError("the run ended without an evaluation")
         self._sketch_best()
-        checks = safety.health(self._rows, best_score, self.validation.best_rule, equal)
+        checks = stopping.health(self._rows, best_score, self.validation.best_rule, equal)
         self.folder.write_json("health.json", [asdict(check) for check in checks])
         return Outcome(
             self.folder.best,

@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
-from tailrace.evaluate.metrics import summarise
+from tailrace.evaluate.measure.metrics import summarise
 from tailrace.learn import kernels
 from tailrace.learn.samples import Samples
-from tailrace.policy import architecture, registry
+from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
+from tailrace.policy.learned import architecture
 from tailrace.seeds import Purpose, require, seeds
 from tailrace.sim import engine
 from tailrace.sim.simulator import Simulation

@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.policy.rules import Rule, score
-from tailrace.policy.view import View
+from tailrace.view.records import View
 
 
 class Policy:
     """Base of all policies. A subclass must have ``scores``; all else is optional.
 
     Which replica is chosen from the scores, and how ties are broken, is not the policy's business:
-    see policy/choose.py. Times are in seconds of the run.
+    see view/selection.py. Times are in seconds of the run.
     """
 
     name: str = "policy"

@@ -18,8 +18,9 @@ from types import ModuleType
 from typing import Any
 
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.policy import checkpoint, shipped
+from tailrace.policy import shipped
 from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy
+from tailrace.policy.learned import checkpoint
 from tailrace.policy.rules import RULES, Rule
 
 ENTRY_POINT_GROUP = "tailrace.policies"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.policy.checkpoint import SHIPPED, SUFFIX
+from tailrace.policy.learned.checkpoint import SHIPPED, SUFFIX
 
 FOLDER = SHIPPED.parent
 TUNED_FILE = FOLDER / "tuned.json"

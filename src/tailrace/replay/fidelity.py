@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine
 from tailrace.errors import TailraceError
 from tailrace.policy.base import Policy
-from tailrace.policy.view import View
 from tailrace.replay.recorded import Recorded
 from tailrace.sim.result import SimResult
 from tailrace.sim.simulator import Simulation, simulate, uses_reference
+from tailrace.view.records import View
 
 Floats = NDArray[np.float64]
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
 from tailrace.sim.result import FINISHED, REPLICA_RESULT, REQUEST_RESULT, SimResult
-from tailrace.workload import decisionlog, traces
+from tailrace.workload import decision_log, traces
 from tailrace.workload.table import RequestTable
 
 #: What became of one request. Times are seconds from the first arrival.
@@ -98,7 +98,7 @@ def read(path: Path) -> Recorded:
         )
     trace = traces.read(path)
     answered: dict[str, tuple[str, dict[str, Any]]] = {}
-    for where, _, data in decisionlog.records(path):
+    for where, _, data in decision_log.records(path):
         # The same choice and order as in decisionlog.read: the last good attempt of a request.
         if data.get("outcome") == "done" and data.get("output_tokens"):
             answered[str(data["id"])] = (where, data)

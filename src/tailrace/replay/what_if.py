@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from tailrace.config import MAX_REPLICAS, Cluster, Engine, Replica, Router, Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.metrics import Summary, summarise
-from tailrace.evaluate.runner import policy_for
+from tailrace.evaluate.measure.metrics import Summary, summarise
+from tailrace.evaluate.measure.runner import policy_for
 from tailrace.parallel import Crew
 from tailrace.replay.fidelity import with_overhead
 from tailrace.sim.simulator import simulate

@@ -9,12 +9,12 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from tailrace.evaluate.compare import Interval
-from tailrace.evaluate.opponents import Role
-from tailrace.output.tables import number
+from tailrace.evaluate.judge.baselines import Role
+from tailrace.evaluate.judge.compare import Interval
 from tailrace.report.replays import SHARES, LoadPoint, Replay, Replays, shown
 from tailrace.report.source import Results
 from tailrace.report.svg import Panel, Scale, around, tick_text
+from tailrace.terminal.tables import number
 
 #: Percentiles marked on the axis of a distribution.
 PERCENTILES = ((0.5, "P50"), (0.9, "P90"), (0.99, "P99"), (0.999, "P99.9"))

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from tailrace import scenario as scenarios
-from tailrace.evaluate.compare import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
-from tailrace.evaluate.statistics import VersusBestOfEach, versus_each
+from tailrace.evaluate.judge.compare import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
+from tailrace.evaluate.judge.statistics import VersusBestOfEach, versus_each
 from tailrace.report import charts, tables, timelines
 from tailrace.report.blocks import (
     Block,
@@ -21,7 +21,7 @@ from tailrace.report.difference import differently
 from tailrace.report.replays import LOAD_REQUESTS, Replays, shown
 from tailrace.report.source import Results, spans
 from tailrace.report.tables import TIMES, Table, bounds_text, ratio_text
-from tailrace.sim.accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
+from tailrace.sim.cost_accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
 #: Below so many seeds bootstrap intervals cover the truth clearly less often than they say.
 FEW_SEEDS = 10

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.evaluate.answer import shown
-from tailrace.evaluate.audit import MAX_EXPLAINED
-from tailrace.evaluate.cells import Traffic
-from tailrace.evaluate.inspect import EQUAL, visit
-from tailrace.evaluate.runner import policy_for, simulation
-from tailrace.policy import architecture as a
-from tailrace.policy.architecture import STD_FLOOR
+from tailrace.evaluate.explain.audit import MAX_EXPLAINED
+from tailrace.evaluate.explain.explain_state import shown
+from tailrace.evaluate.explain.inspect import EQUAL, visit
+from tailrace.evaluate.measure.cells import Traffic
+from tailrace.evaluate.measure.runner import policy_for, simulation
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.policy.explain import explain
-from tailrace.policy.learned import LearnedPolicy, prior_scores
-from tailrace.policy.observation import (
+from tailrace.policy.learned import architecture as a
+from tailrace.policy.learned.architecture import STD_FLOOR
+from tailrace.policy.learned.explain import explain
+from tailrace.policy.learned.observation import (
     N_REPLICA_FEATURES,
     N_REQUEST_FEATURES,
     REPLICA_FEATURES,
@@ -29,9 +28,10 @@ from tailrace.policy.observation import (
     Feature,
     observe,
 )
-from tailrace.policy.view import View
+from tailrace.policy.learned.policy import LearnedPolicy, prior_scores
 from tailrace.sim import engine
 from tailrace.sim.simulator import Simulation
+from tailrace.view.records import View
 
 Array = NDArray[np.float64]
 Array32 = NDArray[np.float32]

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tailrace.policy import registry
-from tailrace.policy.learned import LearnedPolicy
+from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.report.blocks import Block, Cards, Section, Tabular, Words
 from tailrace.report.decisions import Decisions, Difference, replicas_apart, states_apart
 from tailrace.report.replays import Replays

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.cells import Traffic
-from tailrace.evaluate.extremes import RUN_OUT, mean_present
-from tailrace.evaluate.metrics import composite_cost_s, request_times, summarise
-from tailrace.evaluate.opponents import Role
-from tailrace.evaluate.runner import run
+from tailrace.evaluate.judge.baselines import Role
+from tailrace.evaluate.measure.cells import Traffic
+from tailrace.evaluate.measure.metrics import composite_cost_s, request_times, summarise
+from tailrace.evaluate.measure.runner import run
+from tailrace.evaluate.measure.tail import RUN_OUT, mean_present
 from tailrace.parallel import Crew
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy

@@ -14,13 +14,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.evaluate.cells import Cell
-from tailrace.evaluate.compare import Interval
-from tailrace.evaluate.extremes import Extremes
-from tailrace.evaluate.metrics import Latency, Summary
-from tailrace.evaluate.opponents import Role
-from tailrace.evaluate.results import JSON, PARQUET
-from tailrace.evaluate.statistics import Grid, versus_single
+from tailrace.evaluate.judge.baselines import Role
+from tailrace.evaluate.judge.compare import Interval
+from tailrace.evaluate.judge.results import JSON, PARQUET
+from tailrace.evaluate.judge.statistics import Grid, versus_single
+from tailrace.evaluate.measure.cells import Cell
+from tailrace.evaluate.measure.metrics import Latency, Summary
+from tailrace.evaluate.measure.tail import Extremes
 
 #: Ratios of the two files that differ by more than this are of different evaluations; the JSON
 #: file has six digits.

@@ -6,13 +6,13 @@ from math import isfinite
 
 from markupsafe import Markup
 
-from tailrace.evaluate.cells import Cell as Run
-from tailrace.evaluate.compare import Interval, averaged
-from tailrace.evaluate.results import merged_extremes
-from tailrace.evaluate.statistics import VersusBestOfEach
-from tailrace.output.tables import number
+from tailrace.evaluate.judge.compare import Interval, averaged
+from tailrace.evaluate.judge.results import merged_extremes
+from tailrace.evaluate.judge.statistics import VersusBestOfEach
+from tailrace.evaluate.measure.cells import Cell as Run
 from tailrace.report.source import Results, Standing
 from tailrace.report.svg import Scale, around, tick_text, whisker
+from tailrace.terminal.tables import number
 
 #: Figures of the headline, in order: key, heading.
 HEADLINE = (

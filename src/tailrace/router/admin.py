@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from tailrace.errors import TailraceError
-from tailrace.router import merged
-from tailrace.router.downstream import ClientConnection, Request, Work, error_body
-from tailrace.router.heads import Requests
+from tailrace.net.head_cache import Requests
+from tailrace.net.server import ClientConnection, Request, Work, error_body
 from tailrace.router.settings import LimitSettings
-from tailrace.router.siblings import Gathering, Siblings
+from tailrace.router.workers import aggregate
+from tailrace.router.workers.peer_workers import Gathering, Siblings
 
 if TYPE_CHECKING:
     from tailrace.router.app import Router
@@ -75,7 +75,7 @@ class Admin:
         path = request.path.decode("latin-1")
         siblings = self.siblings
         if refused is None and siblings is not None and path not in _OWN_PATHS:
-            return Gathering(request, siblings, path, partial(merged.answers, path))
+            return Gathering(request, siblings, path, partial(aggregate.answers, path))
         status, kind, body, extra = refused or self._answer(request.head.method, path)
         request.client.answer(request.head, status, body, content_type=kind, extra=extra)
         return None

@@ -11,26 +11,26 @@ from typing import Any
 import orjson
 
 from tailrace.errors import TailraceError
-from tailrace.router import process
-from tailrace.router import telemetry as telemetries
+from tailrace.net.client import FetchError, Response
+from tailrace.net.head_cache import Requests
+from tailrace.net.server import ClientConnection, Request, Service, Work, error_body
 from tailrace.router.admin import JSON, Admin, Answer
-from tailrace.router.books import Seat
-from tailrace.router.decide import Chooser
-from tailrace.router.decisions import DecisionLog, load_salt
-from tailrace.router.downstream import ClientConnection, Request, Service, Work, error_body
-from tailrace.router.fleet import Fleet
-from tailrace.router.forward import Forwarder
-from tailrace.router.heads import Requests
-from tailrace.router.listener import NoTelemetry, Telemetry
-from tailrace.router.models import PATH as MODELS_PATH
-from tailrace.router.models import ModelsAnswer
-from tailrace.router.plane import Plane, Target
-from tailrace.router.scrape import Scraper
+from tailrace.router.decide.chooser import Chooser
+from tailrace.router.intake.tokens import TokenCounter
+from tailrace.router.observe import telemetry as telemetries
+from tailrace.router.observe.decision_log import DecisionLog, load_salt
+from tailrace.router.observe.events import NoTelemetry, Telemetry
+from tailrace.router.observe.scrape import Scraper
+from tailrace.router.observe.status import PAGE, PAGE_HEADERS, PAGE_TYPE, Status
+from tailrace.router.proxy.backends import Plane, Target
+from tailrace.router.proxy.dispatcher import Forwarder
+from tailrace.router.proxy.models import PATH as MODELS_PATH
+from tailrace.router.proxy.models import ModelsAnswer
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import address
-from tailrace.router.status import PAGE, PAGE_HEADERS, PAGE_TYPE, Status
-from tailrace.router.tokens import TokenCounter
-from tailrace.router.upstream import FetchError, Response
+from tailrace.router.state.cluster import Fleet
+from tailrace.router.state.shared_state import Seat
+from tailrace.router.workers import process
 
 #: How often time limits are checked, in s.
 SWEEP_S = 0.1

@@ -11,9 +11,10 @@ from pydantic import Field, model_validator
 
 from tailrace.config import MAX_REPLICAS, Settings, assign, load_toml, parse
 from tailrace.errors import TailraceError
-from tailrace.router.decide import ChooserSettings
-from tailrace.router.decisions import DecisionLogSettings
-from tailrace.router.scrape import ScrapeSettings
+from tailrace.router.decide.chooser import ChooserSettings
+from tailrace.router.intake.tokens import TokenSettings
+from tailrace.router.observe.decision_log import DecisionLogSettings
+from tailrace.router.observe.scrape import ScrapeSettings
 from tailrace.router.settings import (
     AdminSettings,
     AdmissionSettings,
@@ -26,7 +27,6 @@ from tailrace.router.settings import (
     address,
     is_loopback,
 )
-from tailrace.router.tokens import TokenSettings
 from tailrace.scenario import merged
 
 

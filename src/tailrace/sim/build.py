@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.config import Cluster, Engine, Event, Replica, Router
-from tailrace.policy.choose import mix
-from tailrace.policy.prefix import PrefixIndex, forget
-from tailrace.policy.view import NEVER
 from tailrace.sim import server as servers
-from tailrace.sim.cost import cost_rows, prefill_tokens_per_s
-from tailrace.sim.devices import cost_of, num_blocks_of
+from tailrace.sim.allocation import Room, is_caching, is_explicit, new_fleet, new_tables, room_for
 from tailrace.sim.kvcache import KvCache
-from tailrace.sim.room import Room, is_caching, is_explicit, new_fleet, new_tables, room_for
 from tailrace.sim.types import EVENT_CODES, SCHEDULER_CODES, Fleet, Tables
+from tailrace.view.cost_model import cost_rows, prefill_tokens_per_s
+from tailrace.view.devices import cost_of, num_blocks_of
+from tailrace.view.prefix_index import PrefixIndex, forget
+from tailrace.view.records import NEVER
+from tailrace.view.selection import mix
 from tailrace.workload.predict import predicted_output
 from tailrace.workload.prefix import content_keys, prefix_hash
 from tailrace.workload.table import RequestTable

@@ -8,12 +8,12 @@ its ledger.
 import numpy as np
 
 from tailrace.compiled import inlined, jit
-from tailrace.policy import ledger, prefix
-from tailrace.policy.prefix import PrefixIndex
-from tailrace.sim import accounts, pending
+from tailrace.sim import arrival_heap, cost_accounts
 from tailrace.sim import server as servers
 from tailrace.sim.kvcache import Content, KvCache, private_path
 from tailrace.sim.types import NEWS_FINISHED, NEWS_FIRST_TOKEN
+from tailrace.view import ledger, prefix_index
+from tailrace.view.prefix_index import PrefixIndex
 
 
 @inlined
@@ -92,7 +92,7 @@ def _hear(fleet, tables, c, r):
         request = requests[n]
         ledger.answering(view, facts[n]["prompt"], request["believed"], request["sent"])
         if cluster["accounts"]:
-            accounts.answered(cluster, requests, facts, n)
+            cost_accounts.answered(cluster, requests, facts, n)
         tell(fleet, c, NEWS_FIRST_TOKEN, r, n, request["first"])
     for k in range(1, notices[1, 0] + 1):
         n = notices[1, k]
@@ -126,11 +126,11 @@ def settled(fleet, tables, c, n, lost):
     cluster["unsettled"] -= 1
     facts = tables.facts[cluster["table"]]
     if cluster["accounts"]:
-        accounts.ended(cluster, fleet.requests[c], facts, n, lost)
+        cost_accounts.ended(cluster, fleet.requests[c], facts, n, lost)
     child = facts[n]["child"]
     if child >= 0:
         arrival = fleet.requests[c, n]["done"] + facts[child]["think"]
-        pending.push(fleet.heap[c], cluster, arrival, child)
+        arrival_heap.push(fleet.heap[c], cluster, arrival, child)
 
 
 @inlined
@@ -151,7 +151,7 @@ def index_content(fleet, tables, c, r, n, output, now):
         tokens[k] = tables.run_tokens[table, fact["run_start"] + k]
     tokens[count - 1] += output
     capacity = fleet.replicas_view[c, r]["capacity_tokens"]
-    prefix.insert(index_of(fleet, c), r, keys, tokens, capacity, now)
+    prefix_index.insert(index_of(fleet, c), r, keys, tokens, capacity, now)
 
 
 @inlined

@@ -7,12 +7,9 @@
 import numpy as np
 
 from tailrace.compiled import inlined, jit
-from tailrace.policy import ledger, prefix
-from tailrace.policy.choose import NO_REPLICA, choose
-from tailrace.policy.learned import learned_scores
+from tailrace.policy.learned.policy import learned_scores
 from tailrace.policy.rules import LEARNED, score
-from tailrace.policy.view import View
-from tailrace.sim import accounts, clock, lookahead, pending
+from tailrace.sim import arrival_heap, clock, cost_accounts, lookahead
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
     EVENT_DIE,
@@ -21,6 +18,9 @@ from tailrace.sim.types import (
     EVENT_SLOW,
     NEWS_FAILED,
 )
+from tailrace.view import ledger, prefix_index
+from tailrace.view.records import View
+from tailrace.view.selection import NO_REPLICA, choose
 
 NEEDS_DECISION, OVER, LOG_FULL, LIMIT, STUCK = 0, 1, 2, 3, 4
 LEARNED_CODE = LEARNED.code
@@ -69,7 +69,7 @@ def _kill(fleet, tables, c, r, now):
     while homeless >= 0:
         following = requests[homeless]["next"]
         clock.tell(fleet, c, NEWS_FAILED, r, homeless, now)
-        pending.push(fleet.heap[c], cluster, now, homeless)
+        arrival_heap.push(fleet.heap[c], cluster, now, homeless)
         homeless = following
     while failed >= 0:
         following = requests[failed]["next"]
@@ -77,7 +77,7 @@ def _kill(fleet, tables, c, r, now):
         clock.settled(fleet, tables, c, failed, True)
         failed = following
     ledger.lost(fleet.replicas_view[c, r])
-    prefix.forget(clock.index_of(fleet, c), r)
+    prefix_index.forget(clock.index_of(fleet, c), r)
 
 
 # ---- decisions ----------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _take_arrival(fleet, tables, c, t):
             root = candidate
     heap = fleet.heap[c]
     if cluster["heap_size"] > 0 and heap[0]["time"] <= t and heap[0]["request"] < root:
-        n = pending.pop(heap, cluster)
+        n = arrival_heap.pop(heap, cluster)
     else:
         n = root
         cluster["next_root"] += 1
@@ -148,7 +148,7 @@ def _take_arrival(fleet, tables, c, t):
         request["arrived"] = t
         cluster["highest"] = max(cluster["highest"], n)
         if cluster["accounts"]:
-            accounts.arrived(cluster, fleet.requests[c], tables.facts[table], n)
+            cost_accounts.arrived(cluster, fleet.requests[c], tables.facts[table], n)
     return n
 
 
@@ -167,7 +167,7 @@ def _hold(fleet, tables, c, n):
     events = tables.events[cluster["table"]]
     for k in range(cluster["next_event"], events.size):
         if events[k]["kind"] == EVENT_RETURN and events[k]["at"] < np.inf:
-            pending.push(fleet.heap[c], cluster, events[k]["at"], n)
+            arrival_heap.push(fleet.heap[c], cluster, events[k]["at"], n)
             return
     fleet.requests[c, n]["replica"] = NO_REPLICA
 
@@ -224,14 +224,14 @@ def _look_up_prefix(fleet, tables, c, r, n):
     if not fleet.servers[c, r]["caching"]:
         return
     index = clock.index_of(fleet, c)
-    replica["index_tokens"] = prefix.held_tokens(index, r)
+    replica["index_tokens"] = prefix_index.held_tokens(index, r)
     if fact["run_count"] == 0:
         return
     start = fact["run_start"]
     keys = tables.run_keys[table, start : start + fact["run_count"]]
     tokens = tables.run_tokens[table, start : start + fact["run_count"]]
     size = fleet.servers[c, r]["block_size"]
-    matched = prefix.match_tokens(index, r, keys, tokens)
+    matched = prefix_index.match_tokens(index, r, keys, tokens)
     # At least one token has to be computed to get an answer.
     computable = (fact["prompt"] - 1) // size * size
     replica["cached_tokens"] = min(matched // size * size, computable)

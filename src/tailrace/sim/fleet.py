@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.compiled import inlined, jit
-from tailrace.policy.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
-from tailrace.policy.view import View
-from tailrace.sim import accounts, engine
+from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
+from tailrace.sim import cost_accounts, engine
 from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, SLOT_ROW, SLOT_ROWS, Fleet
+from tailrace.view.records import View
 
 NO_ACTION, SKIP = -1, -2
 
@@ -41,11 +41,11 @@ def new_step(clusters: int, replicas: int) -> Step:
         request_obs=np.zeros((clusters, N_REQUEST_FEATURES), np.float32),
         mask=np.zeros((clusters, replicas), np.bool_),
         cost=np.zeros(clusters),
-        terms=np.zeros((clusters, accounts.N_TERMS)),
+        terms=np.zeros((clusters, cost_accounts.N_TERMS)),
         spread=np.zeros(clusters),
         elapsed_s=np.zeros(clusters),
         status=np.zeros(clusters, np.int64),
-        terms_before=np.zeros((clusters, accounts.N_TERMS)),
+        terms_before=np.zeros((clusters, cost_accounts.N_TERMS)),
         time_before=np.zeros(clusters),
     )
 
@@ -78,12 +78,12 @@ def _step_cluster(fleet, tables, c, action, step):
     if step.status[c] == engine.OVER:
         now = max(now, cluster["ended_at"])
     terms = step.terms[c]
-    accounts.read(cluster, fleet.requests[c], now, terms)
+    cost_accounts.read(cluster, fleet.requests[c], now, terms)
     for k in range(terms.size):
         accrued = terms[k]
         terms[k] = accrued - step.terms_before[c, k]
         step.terms_before[c, k] = accrued
-    step.cost[c] = accounts.composite(terms)
+    step.cost[c] = cost_accounts.composite(terms)
     step.elapsed_s[c] = now - step.time_before[c]
     step.time_before[c] = now
     n = cluster["n_replicas"]
@@ -151,12 +151,12 @@ def follow(fleet, tables, rule, params, lowest_id_wins, until_s, step):
     for c in range(until_s.size):
         run_for(fleet, tables, c, rule, params, lowest_id_wins, until_s[c])
         terms = step.terms[c]
-        accounts.read(fleet.clusters[c], fleet.requests[c], until_s[c], terms)
+        cost_accounts.read(fleet.clusters[c], fleet.requests[c], until_s[c], terms)
         for k in range(terms.size):
             accrued = terms[k]
             terms[k] = accrued - step.terms_before[c, k]
             step.terms_before[c, k] = accrued
-        step.cost[c] = accounts.composite(terms)
+        step.cost[c] = cost_accounts.composite(terms)
 
 
 @jit
@@ -169,12 +169,12 @@ def accrued_cost(fleet, _tables, c, t):
     if not cluster["accounts"]:
         raise ValueError("this cluster keeps no accounts")
     requests = fleet.requests[c]
-    accounts.overdue_by(cluster, requests, t)
+    cost_accounts.overdue_by(cluster, requests, t)
     return (
-        accounts.E2E_WEIGHT * accounts.e2e_s(cluster, t)
-        + accounts.TTFT_WEIGHT * accounts.ttft_s(cluster, t)
-        + accounts.LATE_WEIGHT * accounts.late_s(cluster, t)
-        + accounts.LOST_COST_S * cluster["lost"]
+        cost_accounts.E2E_WEIGHT * cost_accounts.e2e_s(cluster, t)
+        + cost_accounts.TTFT_WEIGHT * cost_accounts.ttft_s(cluster, t)
+        + cost_accounts.LATE_WEIGHT * cost_accounts.late_s(cluster, t)
+        + cost_accounts.LOST_COST_S * cluster["lost"]
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.compiled import jit
-from tailrace.policy.choose import mix
+from tailrace.view.selection import mix
 
 
 class KvCache(NamedTuple):

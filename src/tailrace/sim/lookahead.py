@@ -14,7 +14,7 @@ import numpy as np
 from tailrace.compiled import jit
 from tailrace.sim import batching
 from tailrace.sim import server as servers
-from tailrace.sim.accounts import E2E_WEIGHT, LATE_WEIGHT, TTFT_WEIGHT
+from tailrace.sim.cost_accounts import E2E_WEIGHT, LATE_WEIGHT, TTFT_WEIGHT
 from tailrace.sim.types import (
     SLOT_OFFSET,
     SLOT_REQUEST,

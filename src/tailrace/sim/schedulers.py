@@ -10,7 +10,6 @@ import numpy as np
 from tailrace.compiled import inlined, jit
 from tailrace.sim import batching, kvcache
 from tailrace.sim.batching import ceil_div
-from tailrace.sim.cost import iteration_s, token_ms
 from tailrace.sim.types import (
     SARATHI,
     SLOT_CHUNK,
@@ -20,6 +19,7 @@ from tailrace.sim.types import (
     SLOT_ROW,
     VLLM,
 )
+from tailrace.view.cost_model import iteration_s, token_ms
 
 
 @inlined

@@ -9,12 +9,9 @@ from tailrace.config import Cluster, Engine, Event, Router
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores
-from tailrace.policy.choose import choose
-from tailrace.policy.view import View
 from tailrace.sim import engine as kernel
 from tailrace.sim.build import build_fleet, build_tables, why_not_compiled
-from tailrace.sim.devices import resolved
-from tailrace.sim.limits import check_cluster, check_requests
+from tailrace.sim.feasibility import check_cluster, check_requests
 from tailrace.sim.reference import ReferenceEngine
 from tailrace.sim.result import FAILED, FINISHED, PENDING, REPLICA_RESULT, REQUEST_RESULT, SimResult
 from tailrace.sim.types import (
@@ -26,6 +23,9 @@ from tailrace.sim.types import (
     Fleet,
     Tables,
 )
+from tailrace.view.devices import resolved
+from tailrace.view.records import View
+from tailrace.view.selection import choose
 from tailrace.workload.table import RequestTable
 
 #: Decisions between two reports of progress, and batches recorded between two emptyings of the log.

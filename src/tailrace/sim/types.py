@@ -256,7 +256,7 @@ class Fleet(NamedTuple):
     router: NDArray[np.void]  #: [C] ROUTER
     costs: NDArray[np.void]  #: [C, N] COST
     last_replica: NDArray[np.int32]  #: [C, sessions]
-    index_entries: NDArray[np.void]  #: [C, N, e + 1] prefix index, see policy/prefix.py
+    index_entries: NDArray[np.void]  #: [C, N, e + 1] prefix index, see view/prefix_index.py
     index_slots: NDArray[np.int32]  #: [C, N, s]
     index_totals: NDArray[np.void]  #: [C, N]
     scores: NDArray[np.float64]  #: [C, N]

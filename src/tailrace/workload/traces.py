@@ -13,21 +13,21 @@ from pathlib import Path
 import numpy as np
 
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.workload import decisionlog, ownfile, public
+from tailrace.workload import decision_log, request_file, trace_formats
+from tailrace.workload.columns import Sheet, header_of, read_parquet, read_text
 from tailrace.workload.draft import reorder
-from tailrace.workload.public import Imported
-from tailrace.workload.sheet import Sheet, header_of, read_parquet, read_text
 from tailrace.workload.table import RequestTable, RowError
+from tailrace.workload.trace_formats import Imported
 
 AUTO = "auto"
 SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".gz")
 
 _CSV_READERS: dict[str, tuple[Callable[[Sheet], Imported], tuple[str, ...]]] = {
     # name: reader, columns by which it is known
-    "azure": (public.azure, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")),
-    "vidur": (public.vidur, ("num_prefill_tokens", "num_decode_tokens")),
-    "burstgpt": (public.burstgpt, ("Timestamp", "Request tokens", "Response tokens")),
-    "csv": (ownfile.parse, ownfile.REQUIRED),
+    "azure": (trace_formats.azure, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")),
+    "vidur": (trace_formats.vidur, ("num_prefill_tokens", "num_decode_tokens")),
+    "burstgpt": (trace_formats.burstgpt, ("Timestamp", "Request tokens", "Response tokens")),
+    "csv": (request_file.parse, request_file.REQUIRED),
 }
 FORMATS = (*_CSV_READERS, "mooncake", "parquet", "decisions")
 _MAY_BE_UNSORTED = ("vidur",)
@@ -60,12 +60,12 @@ def read(path: Path | str, format: str = AUTO, *, sort: bool = False) -> Trace: 
         found = detect(path) if format == AUTO else format
         sheet: Sheet | None = None
         if found == "mooncake":
-            imported = public.mooncake(path)
+            imported = trace_formats.mooncake(path)
         elif found == "decisions":
-            imported = decisionlog.read(path)
+            imported = decision_log.read(path)
         elif found == "parquet":
             sheet = read_parquet(path)
-            imported = ownfile.parse(sheet)
+            imported = request_file.parse(sheet)
         else:
             sheet = read_text(path)
             imported = _CSV_READERS[found][0](sheet)
@@ -83,16 +83,16 @@ def write(table: RequestTable, path: Path | str, *, has_arrivals: bool = True) -
 
     ``has_arrivals`` = False leaves the arrival times out, as they mean nothing.
     """
-    ownfile.write(table, Path(path), has_arrivals=has_arrivals)
+    request_file.write(table, Path(path), has_arrivals=has_arrivals)
 
 
 def detect(path: Path) -> str:
     """Return the format of a file, or of a folder of decision logs, from its content."""
-    if decisionlog.files(path):
+    if decision_log.files(path):
         return "decisions"
     with path.open("rb") as file:
         start = file.read(4096)
-    if decisionlog.is_log(start):
+    if decision_log.is_log(start):
         return "decisions"
     if start.startswith(b"PAR1"):
         return "parquet"

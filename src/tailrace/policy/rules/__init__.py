@@ -251,8 +251,8 @@ RULES = (
     ),
 )
 
-#: A trained network. No rule of its own: its parameters are read from a file (policy/learned.py),
-#: and it may look at everything.
+#: A trained network. No rule of its own: its parameters are read from a file
+#: (policy/learned/policy.py), and it may look at everything.
 LEARNED = Rule(
     "learned",
     25,

@@ -3,8 +3,8 @@
 import numpy as np
 
 from tailrace.compiled import jit
-from tailrace.policy.choose import random_below
 from tailrace.policy.rules.quantities import pending_uncached, running, waiting_now
+from tailrace.view.selection import random_below
 
 
 @jit

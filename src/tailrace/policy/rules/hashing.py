@@ -7,9 +7,9 @@ prefixes like a ring with very many virtual nodes, and a replica that leaves mov
 import numpy as np
 
 from tailrace.compiled import jit
-from tailrace.policy.choose import mix
 from tailrace.policy.rules.predicted import predicted_ttft
 from tailrace.policy.rules.quantities import in_flight_mean
+from tailrace.view.selection import mix
 
 FIRST_HASH = 1
 SECOND_HASH = 2

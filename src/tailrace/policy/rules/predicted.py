@@ -2,7 +2,7 @@
 
 from tailrace.compiled import jit
 from tailrace.policy.rules.quantities import in_flight_tokens, pending_uncached
-from tailrace.sim.cost import token_ms
+from tailrace.view.cost_model import token_ms
 
 
 @jit

@@ -9,7 +9,7 @@ import math
 import numpy as np
 
 from tailrace.compiled import jit
-from tailrace.policy.view import NEVER, RECENT_WORK_S
+from tailrace.view.records import NEVER, RECENT_WORK_S
 
 
 @jit

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, Router
 from tailrace.errors import TailraceError
 from tailrace.policy.base import Policy
-from tailrace.sim.devices import resolved
-from tailrace.sim.limits import check_cluster, check_requests
+from tailrace.sim.feasibility import check_cluster, check_requests
 from tailrace.sim.reference.content import Content
 from tailrace.sim.reference.dispatch import Dispatcher, Recorded
 from tailrace.sim.reference.request import Batch, Request
@@ -30,6 +29,7 @@ from tailrace.sim.result import (
     REQUEST_RESULT,
     SimResult,
 )
+from tailrace.view.devices import resolved
 from tailrace.workload.table import RequestTable
 
 

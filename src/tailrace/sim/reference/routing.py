@@ -8,15 +8,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.config import Replica, Router
-from tailrace.policy import ledger, prefix
 from tailrace.policy.base import Policy, call_hook, checked_scores
-from tailrace.policy.choose import NO_REPLICA, choose, mix
-from tailrace.policy.view import NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER, View
-from tailrace.sim.cost import cost_rows, prefill_tokens_per_s
-from tailrace.sim.devices import cost_of, num_blocks_of
 from tailrace.sim.reference.dispatch import Dispatcher
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.server import Server
+from tailrace.view import ledger, prefix_index
+from tailrace.view.cost_model import cost_rows, prefill_tokens_per_s
+from tailrace.view.devices import cost_of, num_blocks_of
+from tailrace.view.records import NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER, View
+from tailrace.view.selection import NO_REPLICA, choose, mix
 from tailrace.workload.predict import predicted_output
 from tailrace.workload.prefix import content_keys, prefix_hash
 from tailrace.workload.table import RequestTable
@@ -50,7 +50,7 @@ class PolicyDispatcher(Dispatcher):
             self.router,
         )
         self.caching = [r.scheduler == "vllm_v1" and r.prefix_caching for r in replicas]
-        self.index = prefix.new_index(len(replicas), router.index_entries)
+        self.index = prefix_index.new_index(len(replicas), router.index_entries)
         self.run_keys = content_keys(table).run_key
         self.prefix_hash = prefix_hash(table)
         self.last_replica: dict[int, int] = {}
@@ -134,10 +134,10 @@ class PolicyDispatcher(Dispatcher):
             view["cached_tokens"] = 0
             if self.caching[number]:
                 size = int(view["block_size"])
-                match = int(prefix.match_tokens(self.index, number, keys, tokens))
+                match = int(prefix_index.match_tokens(self.index, number, keys, tokens))
                 # The last token of a prompt is always computed, so its block never counts.
                 view["cached_tokens"] = min(match, request.prompt - 1) // size * size
-                view["index_tokens"] = prefix.held_tokens(self.index, number)
+                view["index_tokens"] = prefix_index.held_tokens(self.index, number)
             if self.waiting[number]:
                 view["oldest_sent"] = min(self.waiting[number].values())
         ledger.look(self.views, self.router, float(self.request_view["now"]))
@@ -168,7 +168,7 @@ class PolicyDispatcher(Dispatcher):
         ledger.lost(self.views[server.number])
         self.waiting[server.number].clear()
         self.answering[server.number].clear()
-        prefix.forget(self.index, server.number)
+        prefix_index.forget(self.index, server.number)
         for request in requests:
             self._tell("failed", server.number, request, now)
 
@@ -191,7 +191,7 @@ class PolicyDispatcher(Dispatcher):
         if self.caching[replica]:
             tokens[-1] += output  # the answer continues the stream of the last run
             capacity = self.views["capacity_tokens"][replica]
-            prefix.insert(self.index, replica, keys, tokens, capacity, now)
+            prefix_index.insert(self.index, replica, keys, tokens, capacity, now)
 
     # ---- metrics --------------------------------------------------------------------------------
 

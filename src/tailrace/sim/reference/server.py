@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 from tailrace.config import CostModel, Replica
 from tailrace.errors import TailraceError
-from tailrace.sim.cost import cost_rows, iteration_s
 from tailrace.sim.reference.chunked import Sarathi, VllmV1
 from tailrace.sim.reference.content import Content
 from tailrace.sim.reference.prefill_first import FasterTransformer, LightLlm, Orca, Vllm
 from tailrace.sim.reference.request import Batch, Request
 from tailrace.sim.reference.scheduler import Scheduler
 from tailrace.sim.result import BATCH, REPLICA_RESULT
+from tailrace.view.cost_model import cost_rows, iteration_s
 
 NEVER_S = float("inf")
 

@@ -1,0 +1,212 @@
+"""What a trained policy does in a situation, and why: gradient x deviation, in words."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.evaluate.explain.audit import check_size
+from tailrace.evaluate.explain.state_file import Situation, view_of
+from tailrace.policy import registry
+from tailrace.policy.base import BuiltinPolicy
+from tailrace.policy.learned.architecture import STD_FLOOR
+from tailrace.policy.learned.explain import Explanation, explain
+from tailrace.policy.learned.observation import (
+    N_REPLICA_FEATURES,
+    N_REQUEST_FEATURES,
+    REPLICA_FEATURES,
+    REQUEST_FEATURES,
+    Feature,
+    observe,
+)
+from tailrace.policy.learned.policy import LearnedPolicy, prior_scores
+from tailrace.view.records import View
+
+#: Reasons given per replica.
+REASONS = 4
+#: Rules that draw lots, take turns or hash content: a situation says nothing of these.
+NOT_ASKED = ("random", "round_robin", "power_of_two", "prefix_hash", "dual_map")
+#: Features that compare a replica with the others tell of the same quantity as this one itself.
+_COMPARISON = re.compile(r"_vs_(mean|best)$")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What one quantity adds to a replica's logit, seen from the mean of the available ones."""
+
+    name: str
+    effect: float  #: gradient x deviation, in units of the logit
+    text: str
+
+
+@dataclass(frozen=True)
+class Option:
+    """One replica of a situation."""
+
+    replica: int
+    available: bool
+    queued: int
+    in_flight: int
+    cached_tokens: int
+    speed: float
+    logit: float | None  #: None if it cannot be chosen
+    probability: float
+    reasons: tuple[Reason, ...]  #: the strongest first
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a policy does in a situation."""
+
+    name: str
+    description: str
+    policy: str
+    chosen: int
+    options: tuple[Option, ...]
+    rules: dict[str, tuple[int, ...]]  #: replicas each rule would be content with
+
+
+def answer(policy: LearnedPolicy, situation: Situation, name: str) -> Answer:
+    """Ask a policy, with an empty memory, what it does and why; and the rules what they would."""
+    view = view_of(situation)
+    n = len(view.replicas)
+    check_size(n)
+    replica_obs = np.zeros((n, N_REPLICA_FEATURES), np.float32)
+    request_obs = np.zeros(N_REQUEST_FEATURES, np.float32)
+    observe(view, replica_obs, request_obs)
+    prior = np.zeros(n)
+    prior_scores(view, policy.params, prior)
+    mask = view.replicas["available"] != 0
+    explained = explain(policy, replica_obs, request_obs, mask, prior)
+    reasons = _reasons(policy, explained, replica_obs, request_obs, mask)
+    options = tuple(
+        Option(
+            replica=i,
+            available=bool(mask[i]),
+            queued=int(row["queued"]),
+            in_flight=int(row["in_flight"]),
+            cached_tokens=int(row["cached_tokens"]),
+            speed=float(row["speed"]),
+            logit=float(explained.logits[i]) if np.isfinite(explained.logits[i]) else None,
+            probability=float(explained.probabilities[i]),
+            reasons=reasons[i],
+        )
+        for i, row in enumerate(view.replicas)
+    )
+    chosen = int(explained.logits.argmax())
+    return Answer(name, situation.description, policy.name, chosen, options, _rules(view, mask))
+
+
+def _rules(view: View, mask: NDArray[np.bool_]) -> dict[str, tuple[int, ...]]:
+    """The replicas of least score by every rule that can be asked."""
+    found = {}
+    for rule in registry.rules():
+        if rule.in_engine or rule.name in NOT_ASKED:
+            continue
+        scores = BuiltinPolicy(rule).scores(view)
+        scores = np.where(mask & ~np.isnan(scores), scores, np.inf)
+        best = np.flatnonzero(mask & (scores <= scores[mask].min()))
+        found[rule.name] = tuple(best.tolist())
+    return found
+
+
+def _reasons(
+    policy: LearnedPolicy,
+    explained: Explanation,
+    replica_obs: NDArray[np.float32],
+    request_obs: NDArray[np.float32],
+    mask: NDArray[np.bool_],
+) -> list[tuple[Reason, ...]]:
+    """For each replica the quantities that move its logit most.
+
+    What is known of a replica counts by its difference to the mean of the available ones, what is
+    known of the request by its difference to the mean in training.
+    """
+    common = replica_obs[mask].mean(axis=0)
+    replica_effects = explained.replica_gradients * (
+        (replica_obs - common) / _deviation(policy, "replica")
+    )
+    usual = policy.tensors["request_norm.mean"]
+    request_effects = explained.request_gradients * (
+        (request_obs - usual) / _deviation(policy, "request")
+    )
+    columns = {feature.name: k for k, feature in enumerate(REPLICA_FEATURES)}
+    out = []
+    for i in range(len(mask)):
+        effects: dict[str, float] = {}
+        for feature, effect in zip(REPLICA_FEATURES, replica_effects[i], strict=True):
+            quantity = _COMPARISON.sub("", feature.name)
+            effects[quantity] = effects.get(quantity, 0.0) + float(effect)
+        found = [
+            Reason(name, effect, _of_replica(columns[name], replica_obs, i, mask))
+            for name, effect in effects.items()
+        ]
+        found += [
+            Reason(feature.name, float(effect), _of_request(feature, request_obs[k], usual[k]))
+            for k, (feature, effect) in enumerate(
+                zip(REQUEST_FEATURES, request_effects[i], strict=True)
+            )
+        ]
+        found.sort(key=lambda r: -abs(r.effect))
+        out.append(tuple(found[:REASONS]) if mask[i] else ())
+    return out
+
+
+def _deviation(policy: LearnedPolicy, of: str) -> NDArray[np.float64]:
+    var = policy.tensors[f"{of}_norm.var"].astype(np.float64)
+    return np.maximum(np.sqrt(var), STD_FLOOR)
+
+
+def _of_replica(
+    column: int, replica_obs: NDArray[np.float32], i: int, mask: NDArray[np.bool_]
+) -> str:
+    feature = REPLICA_FEATURES[column]
+    others = mask.copy()
+    others[i] = False
+    here = f"{_words(feature)}: {shown(feature, float(replica_obs[i, column]))}"
+    if not others.any():
+        return here
+    return f"{here}, elsewhere {shown(feature, float(replica_obs[others, column].mean()))}"
+
+
+def _of_request(feature: Feature, value: float, usual: float) -> str:
+    now, then = shown(feature, float(value)), shown(feature, float(usual))
+    return f"{_words(feature)}: {now}, in training {then}"
+
+
+def _words(feature: Feature) -> str:
+    """What a feature says, also where its help leans on that of the one before."""
+    return feature.name.replace("_", " ") if feature.help.startswith("the same") else feature.help
+
+
+# ---- back to units ------------------------------------------------------------------------------
+
+_INVERSES: Sequence[tuple[str, Callable[[float, float], float]]] = (
+    (r"sign\(x\) log1p\(\|x\|\)", lambda v, _: float(np.sign(v) * np.expm1(abs(v)))),
+    (r"log1p\(x(?:/(?P<unit>[\d.]+))?\)", lambda v, unit: float(np.expm1(v)) * unit),
+    (r"log\(x(?:/(?P<unit>[\d.]+))?\)", lambda v, unit: float(np.exp(v)) * unit),
+    (r"x|clip\(x, -1, 1\)", lambda v, _: v),
+)
+
+
+def unscaled(feature: Feature, value: float) -> float:
+    """Return the quantity a feature's number was made of; for features by themselves."""
+    for pattern, inverse in _INVERSES:
+        match = re.fullmatch(pattern, feature.scaling)
+        if match:
+            return inverse(value, float(match.groupdict().get("unit") or 1))
+    raise ValueError(f"no way back from the scaling '{feature.scaling}' of {feature.name}")
+
+
+def shown(feature: Feature, value: float) -> str:
+    """Return a feature's number as a quantity with its unit."""
+    quantity = unscaled(feature, value)
+    if feature.unit == "share":
+        return f"{quantity:.0%}"
+    if feature.unit == "0/1":
+        return f"{quantity:.2g}"
+    unit = "times" if feature.unit == "ratio" else feature.unit
+    figure = f"{quantity:.0f}" if abs(quantity) >= 100 else f"{quantity:.2g}"
+    return f"{figure} {unit}"

@@ -1,0 +1,208 @@
+"""One situation, written down by hand in a file, as a router would see it.
+
+The file lists the request and the replicas with what the router would know of them; all that is
+left out is as on an idle cluster. See examples/states/.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field
+
+from tailrace.config import MAX_REPLICAS, Positive, Replica, Settings, load_toml, parse
+from tailrace.errors import TailraceError
+from tailrace.view.cost_model import cost_rows, prefill_tokens_per_s
+from tailrace.view.devices import cost_of, num_blocks_of
+from tailrace.view.records import HISTORY_S, NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER, View
+
+Count = Annotated[int, Field(ge=0, le=2**40)]
+Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
+#: "Now" in a situation, s: late enough for anything to have happened before.
+NOW_S = 1e9
+
+
+class RequestState(Settings):
+    """The request to be routed."""
+
+    prompt_tokens: int = Field(default=1000, ge=1, le=2**30)
+    """Length of its prompt."""
+    predicted_output: Positive = 256.0
+    """Predicted length of its answer, tokens."""
+    waited_s: Seconds = 0.0
+    """Since it arrived, if it could not be sent at once."""
+    turn: Count = 0
+    """Turns of its session before it."""
+    in_session: bool = False
+    """Whether it belongs to a session."""
+    last_replica: int | None = Field(default=None, ge=0, lt=MAX_REPLICAS)
+    """Where the session's previous request went, counted from 0."""
+    ttft_slo_s: Positive = 1.0
+    """Target for the time to first token."""
+    tpot_slo_s: Positive = 0.05
+    """Target for the time per output token."""
+
+
+class ReplicaState(Replica):
+    """A replica, or several alike, and what the router knows of it."""
+
+    available: bool = True
+    """Whether it may get requests."""
+    queued: Count = 0
+    """Requests sent to it that have no token back yet."""
+    answering: Count = 0
+    """Requests that are being answered."""
+    queued_tokens: Count | None = None
+    """Prompt tokens of the queued; default: 1000 each."""
+    queued_uncached: Count | None = None
+    """The same, less what is thought cached; default: all of them."""
+    context_tokens: Count | None = None
+    """Prompts and answers under way, tokens; default: 1000 per answering request."""
+    tokens_to_come: Count | None = None
+    """Predicted output tokens still to come; default: as the request's for each queued one, and
+    half of that for each answering one."""
+    oldest_wait_s: Seconds = 0.0
+    """How long the longest queued waits."""
+    mean_wait_s: Seconds | None = None
+    """How long the queued wait on average; default: half of the longest."""
+    mean_in_flight: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    """Moving average of its requests in flight; default: as now."""
+    tokens_per_s: Annotated[float, Field(ge=0, le=1e9)] = 0.0
+    """Output tokens streamed back per second of late."""
+    recent_work: Annotated[float, Field(ge=0, le=1e12)] = 0.0
+    """Uncached prompt tokens sent of late."""
+    cached_tokens: Count = 0
+    """Of the prompt, thought cached here."""
+    index_tokens: Count | None = None
+    """Tokens the prefix index knows here; default: those cached."""
+    metrics_age_s: Seconds | None = None
+    """Age of the metrics snapshot; default: there is none."""
+    waiting: Count = 0
+    """Requests in the server's queue by the snapshot."""
+    running: Count = 0
+    """Requests in the server's batch by the snapshot."""
+    kv_used: float = Field(default=0.0, ge=0, le=1)
+    """Share of its KV memory in use by the snapshot."""
+
+
+class Situation(Settings):
+    """A decision to be taken."""
+
+    description: str = ""
+    """What it is meant to show."""
+    arrival_rate: Annotated[float, Field(ge=0, le=1e7)] = 0.0
+    """Requests per second of late, all replicas together."""
+    request: RequestState = RequestState()
+    replicas: tuple[ReplicaState, ...] = Field(min_length=1)
+    """The replicas, in order; each entry may stand for several."""
+
+
+def read(path: Path) -> Situation:
+    """Read a situation from a TOML file."""
+    try:
+        situation = parse(Situation, load_toml(path))
+    except TailraceError as error:
+        raise TailraceError(f"cannot use state {path}: {error}") from None
+    n = sum(r.count for r in situation.replicas)
+    last = situation.request.last_replica
+    if last is not None and last >= n:
+        raise TailraceError(
+            f"cannot use state {path}: last_replica = {last}, but there are only {n} replicas, "
+            "counted from 0"
+        )
+    if not any(r.available for r in situation.replicas):
+        raise TailraceError(f"cannot use state {path}: none of its replicas is available")
+    for k, replica in enumerate(situation.replicas):
+        if replica.cached_tokens >= situation.request.prompt_tokens:
+            raise TailraceError(
+                f"cannot use state {path}: replicas.{k}.cached_tokens must be below the prompt's "
+                f"{situation.request.prompt_tokens} tokens; one at least has to be computed"
+            )
+    return situation
+
+
+# ---- a view of it -------------------------------------------------------------------------------
+
+
+def view_of(situation: Situation) -> View:
+    """Return what a router would see."""
+    replicas = [r for r in situation.replicas for _ in range(r.count)]
+    costs = cost_rows([cost_of(r) for r in replicas])
+    rows = np.zeros(len(replicas), REPLICA_VIEW)
+    for row, cost, replica in zip(rows, costs, replicas, strict=True):
+        _fill_configuration(row, cost, replica)
+        _fill_ledger(row, replica, situation.request)
+        row["metrics_at"] = NEVER
+        if replica.metrics_age_s is not None:
+            row["metrics_at"] = NOW_S - replica.metrics_age_s
+            for name in ("waiting", "running", "kv_used"):
+                row[name] = getattr(replica, name)
+    request = np.zeros(1, REQUEST_VIEW)
+    given = situation.request
+    in_session = given.in_session or given.last_replica is not None or given.turn > 0
+    for name, value in {
+        "now": NOW_S,
+        "arrived_at": NOW_S - given.waited_s,
+        "prompt_tokens": given.prompt_tokens,
+        "predicted_output": given.predicted_output,
+        "session": 0 if in_session else -1,
+        "turn": given.turn,
+        "last_replica": -1 if given.last_replica is None else given.last_replica,
+        "ttft_slo_s": given.ttft_slo_s,
+        "tpot_slo_s": given.tpot_slo_s,
+    }.items():
+        request[name] = value
+    router = np.zeros(1, ROUTER)
+    router["watched_s"] = HISTORY_S
+    router["looked_at"] = NOW_S
+    router["recent_arrivals"] = situation.arrival_rate * HISTORY_S
+    return View(request[0], rows, costs, router[0])
+
+
+def _fill_configuration(row: np.void, cost: np.void, replica: ReplicaState) -> None:
+    chunked = replica.scheduler in ("sarathi", "vllm_v1")
+    budget = replica.chunk_size if chunked else replica.max_batch_tokens
+    for name, value in {
+        "available": replica.available,
+        "speed": replica.speed,
+        "capacity_tokens": num_blocks_of(replica) * replica.block_size,
+        "block_size": replica.block_size,
+        "token_budget": budget,
+        "batch_cap": replica.batch_cap,
+        "prefill_tokens_per_s": prefill_tokens_per_s(cost, budget, replica.speed),
+    }.items():
+        row[name] = value
+
+
+def _fill_ledger(row: np.void, replica: ReplicaState, request: RequestState) -> None:
+    queued, answering = replica.queued, replica.answering
+    queued_tokens = _either(replica.queued_tokens, 1000 * queued)
+    context = _either(replica.context_tokens, 1000 * answering)
+    to_come = _either(
+        replica.tokens_to_come, int(request.predicted_output * (queued + answering / 2))
+    )
+    mean_wait_s = _either(replica.mean_wait_s, replica.oldest_wait_s / 2)
+    in_flight = queued + answering
+    for name, value in {
+        "in_flight": in_flight,
+        "queued": queued,
+        "queued_tokens": queued_tokens,
+        "queued_uncached": _either(replica.queued_uncached, queued_tokens),
+        # Nothing of the context counts as streamed, so that what is predicted is still to come.
+        "context_tokens": context,
+        "answering_prompts": context,
+        "predicted_tokens": to_come,
+        "oldest_sent": NOW_S - replica.oldest_wait_s,
+        "queued_since_sum": queued * (NOW_S - mean_wait_s),
+        "recent_work": replica.recent_work,
+        "recent_at": NOW_S,
+        "recent_tokens": replica.tokens_per_s * HISTORY_S,
+        "recent_in_flight": _either(replica.mean_in_flight, in_flight) * HISTORY_S,
+        "cached_tokens": replica.cached_tokens,
+        "index_tokens": _either(replica.index_tokens, replica.cached_tokens),
+    }.items():
+        row[name] = value
+
+
+def _either(value: Any, default: Any) -> Any:
+    return default if value is None else value

@@ -1,0 +1,1 @@
+"""Comparing policies: suites, baselines, statistics and the results file."""

@@ -1,0 +1,183 @@
+"""Who takes part in an evaluation: the policies under test and those they are held against."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.evaluate.measure.runner import policy_for
+from tailrace.files import atomic_path, dumps
+from tailrace.policy import registry, shipped
+from tailrace.policy.base import BuiltinPolicy
+from tailrace.policy.learned.checkpoint import SHIPPED, SUFFIX
+from tailrace.policy.learned.policy import LearnedPolicy
+
+#: Everybody's costs are given as multiples of this rule's.
+REFERENCE = "least_outstanding"
+
+
+class Role(StrEnum):
+    """What a policy is in an evaluation for."""
+
+    SUBJECT = "subject"
+    """Under test."""
+    RULE = "rule"
+    """A built-in rule with the constants it comes with."""
+    TUNED = "tuned"
+    """A built-in rule with constants found on tuning seeds."""
+    LEARNED = "learned"
+    """A simple learned opponent."""
+    ORACLE = "look-ahead"
+    """Simulates the future: shown for reference, never the rule to beat."""
+
+
+#: Who can be the best rule.
+CANDIDATES = (Role.RULE, Role.TUNED, Role.LEARNED)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy in an evaluation."""
+
+    label: str  #: its name in tables
+    spec: str  #: what the registry knows it by
+    role: Role
+    fingerprint: str  #: changes with whatever it decides by
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it can be the best rule."""
+        return self.role in CANDIDATES
+
+
+def contender(name: str, scenario: Scenario, role: Role | None = None) -> Contender:
+    """Return the contender of a name; raises if there is none or it cannot run the scenario."""
+    spec, natural = _resolve(name)
+    policy_for(scenario, spec)
+    label = Path(name).stem if name.endswith((SUFFIX, ".py")) else name
+    return Contender(label, spec, role or natural, fingerprint(spec, scenario))
+
+
+def _resolve(name: str) -> tuple[str, Role]:
+    """What the registry knows a name by, and its part in an evaluation if none is given."""
+    if name.endswith(shipped.TUNED_SUFFIX):
+        rule = name.removesuffix(shipped.TUNED_SUFFIX)
+        return shipped.spec_of(rule, shipped.constants_of(rule)), Role.TUNED
+    if name in shipped.LEARNING:
+        shipped.file_of(name)  # raises if it is not trained yet
+        return name, Role.LEARNED
+    rules = {rule.name: rule for rule in registry.rules()}
+    head = name.partition(":")[0]
+    if head in rules:
+        return name, Role.ORACLE if rules[head].in_engine else Role.RULE
+    return name, Role.SUBJECT
+
+
+def fingerprint(spec: str, scenario: Scenario) -> str:
+    """Return a digest of all a policy decides by: constants, weights, or the text of its file."""
+    policy = policy_for(scenario, spec)
+    if isinstance(policy, BuiltinPolicy) and not isinstance(policy, LearnedPolicy):
+        text = f"{policy.rule.name} {policy.params.tolist()}".encode()
+    else:
+        path = _source(spec)
+        text = path.read_bytes() if path is not None else spec.encode()
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _source(spec: str) -> Path | None:
+    """The file behind a policy; None if it has none that we can find."""
+    if spec == registry.SHIPPED_NAME:
+        return SHIPPED
+    if spec in shipped.LEARNING:
+        return shipped.file_of(spec)
+    head = spec.partition(":")[0]
+    for name in (spec, head):
+        if name.endswith((SUFFIX, ".py")):
+            return Path(name)
+    found = importlib.util.find_spec(head) if ":" in spec else None
+    return Path(found.origin) if found is not None and found.origin else None
+
+
+GROUPS = ("all", "rules", "tuned", "learned", "look-ahead", "none")
+#: The best rules of the shipped suites, as an evaluation of all opponents has chosen them: suite ->
+#: {"best_single": policy, "best_of_each": {scenario: policy}}.
+BEST_FILE = SHIPPED.parents[1] / "suites" / "best.json"
+
+
+def recorded_best(scenario_names: Sequence[str]) -> list[str] | None:
+    """Return the rules to beat in some scenarios; None if one of them is in no record."""
+    if not BEST_FILE.is_file():
+        return None
+    names: list[str] = []
+    suites = json.loads(BEST_FILE.read_text(encoding="utf-8")).values()
+    for scenario in scenario_names:
+        found = [suite for suite in suites if scenario in suite["best_of_each"]]
+        if not found:
+            return None
+        names += [found[0]["best_single"], found[0]["best_of_each"][scenario]]
+    return list(dict.fromkeys(names))
+
+
+def record_best(suite: str, best_single: str, best_of_each: dict[str, str]) -> None:
+    """Record the best rules of a suite."""
+    known = {}
+    if BEST_FILE.is_file():
+        known = json.loads(BEST_FILE.read_text(encoding="utf-8"))
+    known[suite] = {"best_single": best_single, "best_of_each": best_of_each}
+    with atomic_path(BEST_FILE) as temporary:
+        temporary.write_text(dumps(dict(sorted(known.items()))) + "\n", encoding="utf-8")
+
+
+def opponents(names: Sequence[str], scenario: Scenario) -> list[Contender]:
+    """Return the opponents of names and groups (GROUPS); the reference rule is always there."""
+    wanted: list[str] = [REFERENCE]
+    for name in names:
+        wanted += _members(name) if name in GROUPS else [name]
+    found = [contender(name, scenario) for name in dict.fromkeys(wanted)]
+    # A policy of the user's own named as an opponent is one.
+    return [
+        Contender(c.label, c.spec, Role.RULE, c.fingerprint) if c.role is Role.SUBJECT else c
+        for c in found
+    ]
+
+
+def _members(group: str) -> list[str]:
+    rules = [rule.name for rule in registry.rules() if not rule.in_engine]
+    members = {
+        "rules": rules,
+        "tuned": [f"{rule}{shipped.TUNED_SUFFIX}" for rule in shipped.tuned_constants()],
+        "learned": [n for n in shipped.LEARNING if (shipped.FOLDER / f"{n}{SUFFIX}").is_file()],
+        "look-ahead": [rule.name for rule in registry.rules() if rule.in_engine],
+        "none": [],
+    }
+    return [n for names in members.values() for n in names] if group == "all" else members[group]
+
+
+def subjects(names: Sequence[str], scenario: Scenario) -> list[Contender]:
+    """Return the policies under test; none given: the one that comes with the package, if any."""
+    if not names and SHIPPED.is_file():
+        names = (registry.SHIPPED_NAME,)
+    found = [contender(name, scenario) for name in dict.fromkeys(names)]
+    labels = [c.label for c in found]
+    # Two files of the same name: the whole path tells them apart.
+    return [
+        c if labels.count(c.label) == 1 else Contender(c.spec, c.spec, c.role, c.fingerprint)
+        for c in found
+    ]
+
+
+def gathered(tested: Sequence[Contender], held_against: Sequence[Contender]) -> list[Contender]:
+    """Put both together, each once; those under test come first, so that mistakes show early."""
+    by_label = {c.label: c for c in tested}
+    for c in held_against:
+        if by_label.setdefault(c.label, c).fingerprint != c.fingerprint:
+            raise TailraceError(
+                f"two different policies are called '{c.label}'; rename the file of one of them"
+            )
+        by_label[c.label] = c  # a rule under test stays a rule to be beaten
+    return list(by_label.values())

@@ -1,0 +1,251 @@
+"""Honest comparisons of an evaluation: pairs, bootstrap over seeds, many comparisons counted.
+
+Figures stand in an array [S, P, K]: scenarios, policies, seeds. All policies of a scenario and a
+seed met the same requests, so seeds are drawn for all of them together. Scenarios have traffic of
+their own, so seeds are drawn for each of them by itself.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from tailrace.evaluate.judge.compare import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
+from tailrace.evaluate.measure.cells import Cell
+from tailrace.seeds import generator
+
+Array = NDArray[np.float64]
+#: Flips of sign in the paired test: the least p-value is 1 in so many.
+FLIPS = 9999
+
+#: Figures that ratios are made of.
+FIGURES: dict[str, Callable[[Cell], float | None]] = {
+    "cost": lambda c: c.summary.cost_s,
+    "p99_ttft": lambda c: c.summary.ttft_s.p99,
+    "mean_ttft": lambda c: c.summary.ttft_s.mean,
+    "mean_e2e": lambda c: c.summary.e2e_s.mean,
+    "p99_e2e": lambda c: c.summary.e2e_s.p99,
+    "throughput": lambda c: c.extremes.steady_rps,
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cells of everybody on all seeds of all scenarios."""
+
+    scenarios: tuple[str, ...]
+    policies: tuple[str, ...]
+    seeds: tuple[int, ...]
+    cells: tuple[tuple[tuple[Cell, ...], ...], ...]  #: [S][P][K]
+
+    @classmethod
+    def of(
+        cls,
+        cells: Sequence[Cell],
+        scenarios: Sequence[str],
+        policies: Sequence[str],
+        seeds: Sequence[int],
+    ) -> "Grid":
+        """Sort cells into a grid; others among them are left out."""
+        found = {(c.scenario, c.policy, c.seed): c for c in cells}
+        return cls(
+            tuple(scenarios),
+            tuple(policies),
+            tuple(seeds),
+            tuple(tuple(tuple(found[s, p, k] for k in seeds) for p in policies) for s in scenarios),
+        )
+
+    def values(self, figure: str) -> Array:
+        """Return a figure of every cell [S, P, K]; NaN where no request could tell, or if it is 0.
+
+        A ratio with such a cell in it is NaN as well: it is never left out in silence.
+        """
+        return self._values[figure]
+
+    @cached_property
+    def _values(self) -> dict[str, Array]:
+        def table(of: Callable[[Cell], float | None]) -> Array:
+            rows = [[[of(cell) for cell in cells] for cells in row] for row in self.cells]
+            values = np.array(rows, np.float64)
+            return np.where(values > 0, values, np.nan)
+
+        return {figure: table(of) for figure, of in FIGURES.items()}
+
+    @cached_property
+    def draws(self) -> Array:
+        """How often each seed was drawn / seeds, [S, samples, K]."""
+        k = len(self.seeds)
+        even = np.full(k, 1 / k)
+        return np.stack(
+            [
+                generator(0, f"bootstrap {name}").multinomial(k, even, BOOTSTRAP_SAMPLES) / k
+                for name in self.scenarios
+            ]
+        )
+
+    def ratios(self, figure: str, policy: str, others: Sequence[str]) -> "Ratios":
+        """Set a policy's mean over seeds against that of another one in each scenario [S]."""
+        values = self.values(figure)
+        mine = values[:, self.policies.index(policy)]
+        rows = np.arange(len(self.scenarios))
+        theirs = values[rows, [self.policies.index(other) for other in others]]
+        drawn = None
+        if len(self.seeds) > 1:
+            drawn = ((self.draws @ mine[..., None]) / (self.draws @ theirs[..., None]))[..., 0]
+        return Ratios(mine.mean(axis=1) / theirs.mean(axis=1), drawn)
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """One figure of a policy against that of another one, in every scenario."""
+
+    ratios: Array  #: [S] of the means over seeds
+    drawn: Array | None  #: [S, samples] of the same over seeds drawn at random; None: one seed
+
+    def each(self) -> list[Interval]:
+        """Return the ratio of each scenario."""
+        drawn = [None] * len(self.ratios) if self.drawn is None else list(self.drawn)
+        return [_interval(r, d) for r, d in zip(self.ratios, drawn, strict=True)]
+
+    def geometric_mean(self) -> Interval:
+        """Return the geometric mean over scenarios; scenarios are given, seeds vary."""
+        drawn = None if self.drawn is None else np.exp(np.log(self.drawn).mean(axis=0))
+        return _interval(np.exp(np.log(self.ratios).mean()), drawn)
+
+
+def _interval(ratio: np.floating | float, drawn: Array | None) -> Interval:
+    if drawn is None:
+        return Interval(float(ratio), None, None)
+    tail = 100 * (1 - CONFIDENCE) / 2
+    low, high = np.percentile(drawn, (tail, 100 - tail))
+    return Interval(float(ratio), float(low), float(high))
+
+
+def scores(grid: Grid, reference: str) -> Array:
+    """Return each policy's score [P]: geometric mean over scenarios of cost / the reference's."""
+    means = grid.values("cost").mean(axis=2)
+    relative = means / means[:, [grid.policies.index(reference)]]
+    return np.asarray(np.exp(np.log(relative).mean(axis=0)))
+
+
+def best_single(grid: Grid, candidates: Sequence[str], reference: str) -> str:
+    """Return the candidate of the lowest score."""
+    score = dict(zip(grid.policies, scores(grid, reference), strict=True))
+    return min(candidates, key=lambda name: score[name])
+
+
+def best_of_each(grid: Grid, candidates: Sequence[str]) -> list[str]:
+    """Return the candidate of the lowest mean cost in each scenario."""
+    means = grid.values("cost").mean(axis=2)
+    columns = [grid.policies.index(name) for name in candidates]
+    return [candidates[int(np.argmin(row[columns]))] for row in means]
+
+
+def sign_flip_p(differences: Array) -> float:
+    """Return the two-sided p-value of paired differences [K] being symmetric around zero.
+
+    If neither policy were better, each difference could as well have the other sign. All 2^K ways
+    are tried, or FLIPS random ones if there are more.
+    """
+    if not np.any(differences):
+        return 1.0
+    found = stats.permutation_test(
+        (differences,),
+        lambda x, axis: x.mean(axis=axis),
+        permutation_type="samples",
+        vectorized=True,
+        n_resamples=FLIPS,
+        rng=generator(0, "sign flips"),
+    )
+    return float(found.pvalue)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return Holm's adjusted p-values: below 0.05 they hold together with 95 % confidence."""
+    p = np.asarray(p_values, np.float64)
+    order = np.argsort(p, kind="stable")
+    raised = np.minimum(1.0, p[order] * (len(p) - np.arange(len(p))))
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.maximum.accumulate(raised)
+    return [float(value) for value in adjusted]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A policy against the best rule of one scenario."""
+
+    scenario: str
+    opponent: str  #: chosen on tuning seeds
+    cost: Interval
+    p99_ttft: Interval
+    mean_e2e: Interval
+    throughput: Interval
+    p_value: float  #: of the costs' difference, paired by seeds
+    p_holm: float  #: the same, adjusted for the number of scenarios
+
+
+@dataclass(frozen=True)
+class VersusBestSingle:
+    """A policy against the best single rule: geometric means over scenarios."""
+
+    opponent: str  #: chosen on tuning seeds
+    cost: Interval
+    p99_ttft: Interval
+    mean_e2e: Interval
+    throughput: Interval
+
+
+@dataclass(frozen=True)
+class VersusBestOfEach:
+    """A policy against the best rule of each scenario, by composite cost."""
+
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def share_better(self) -> float:
+        """Share of scenarios in which it is cheaper."""
+        return float(np.mean([v.cost.ratio < 1 for v in self.verdicts]))
+
+    @property
+    def share_surely_better(self) -> float:
+        """The same, where it can be no accident of the seeds (Holm, 5 %)."""
+        return float(np.mean([v.cost.ratio < 1 and v.p_holm < 0.05 for v in self.verdicts]))
+
+    @property
+    def worst(self) -> Verdict:
+        """The scenario in which it does worst."""
+        return max(self.verdicts, key=lambda v: v.cost.ratio)
+
+
+def versus_single(grid: Grid, policy: str, opponent: str) -> VersusBestSingle:
+    """Set a policy against one rule over all scenarios."""
+    others = [opponent] * len(grid.scenarios)
+
+    def mean(figure: str) -> Interval:
+        return grid.ratios(figure, policy, others).geometric_mean()
+
+    return VersusBestSingle(
+        opponent, mean("cost"), mean("p99_ttft"), mean("mean_e2e"), mean("throughput")
+    )
+
+
+def versus_each(grid: Grid, policy: str, opponents: Sequence[str]) -> VersusBestOfEach:
+    """Set a policy against the best rule of each scenario."""
+
+    def each(figure: str) -> list[Interval]:
+        return grid.ratios(figure, policy, opponents).each()
+
+    logs = np.log(grid.values("cost"))
+    mine = logs[:, grid.policies.index(policy)]
+    p_values = [
+        sign_flip_p(mine[s] - logs[s, grid.policies.index(opponent)])
+        for s, opponent in enumerate(opponents)
+    ]
+    columns = (
+        grid.scenarios, opponents, each("cost"), each("p99_ttft"), each("mean_e2e"),
+        each("throughput"), p_values, holm(p_values),
+    )  # fmt: skip
+    return VersusBestOfEach(tuple(Verdict(*row) for row in zip(*columns, strict=True)))

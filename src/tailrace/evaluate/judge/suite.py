@@ -1,0 +1,209 @@
+"""Evaluations: policies x scenarios x seeds on identical arrivals, and what follows from them.
+
+The best single rule and the best rule of each scenario are chosen on tuning seeds of their own.
+Then everybody is measured on other seeds, by default on evaluation seeds, which nothing was chosen,
+tuned or trained on.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tailrace import scenario as scenarios
+from tailrace.config import Scenario, Settings, load_toml, parse
+from tailrace.errors import TailraceError, unknown_name
+from tailrace.evaluate.judge.baselines import REFERENCE, Contender, Role
+from tailrace.evaluate.judge.statistics import (
+    Grid,
+    VersusBestOfEach,
+    VersusBestSingle,
+    best_of_each,
+    best_single,
+    scores,
+    versus_each,
+    versus_single,
+)
+from tailrace.evaluate.measure.cells import Batch, Cell, Measure, Player, Traffic, gather, simulator
+from tailrace.seeds import Purpose, purpose_of, require, seeds
+
+SUITES = Path(__file__).parents[2] / "suites"
+#: Tuning seeds are handed out in blocks, so that what one of them chose is judged by another:
+#: constants are tuned on the first, rules selected on the second, checkpoints ranked on the third.
+TUNE_FROM, SELECT_FROM, RANK_FROM = 10_000, 20_000, 30_000
+
+
+class Suite(Settings):
+    """A list of scenarios that are judged together."""
+
+    name: str
+    """Name of the suite."""
+    description: str = ""
+    """What it is meant to show."""
+    scenarios: tuple[str, ...]
+    """Names of shipped scenarios."""
+
+
+def suite_names() -> list[str]:
+    """Return the names of the shipped suites, sorted."""
+    return sorted(path.stem for path in SUITES.glob("*.toml"))
+
+
+def load_suite(name: str) -> Suite:
+    """Return a shipped suite."""
+    if name not in suite_names():
+        raise unknown_name("suite", name, suite_names())
+    return parse(Suite, {"name": name, **load_toml(SUITES / f"{name}.toml")})
+
+
+def load_scenarios(names: Sequence[str], requests: int | None = None) -> list[Scenario]:
+    """Return scenarios by name or file, with their capacity; ``requests``: so many in each."""
+    found = [scenarios.load(name) for name in names]
+    taken = [s.name for s in found]
+    for name in taken:
+        if taken.count(name) > 1:
+            raise TailraceError(f"two scenarios are called '{name}'; each can take part once")
+    if requests is not None:
+        found = [
+            s.model_copy(update={"workload": s.workload.model_copy(update={"requests": requests})})
+            for s in found
+        ]
+    return [scenarios.with_capacity(s) for s in found]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An evaluation to be done."""
+
+    suite: str  #: its name, or "custom"
+    scenarios: tuple[Scenario, ...]
+    contenders: tuple[Contender, ...]
+    subject: str | None  #: label of the policy the headline is about
+    seeds: tuple[int, ...]
+    selection_seeds: tuple[int, ...]  #: the best rules are chosen on these
+    measure: Measure = field(default_factory=Measure)
+
+    def __post_init__(self) -> None:
+        for seed in self.selection_seeds:
+            require(seed, Purpose.TUNING)
+        if not self.seeds or not self.selection_seeds:
+            raise TailraceError("an evaluation needs seeds to measure on and seeds to select on")
+        both = sorted(set(self.seeds) & set(self.selection_seeds))
+        if both:
+            raise TailraceError(
+                f"seed {both[0]} would choose the best rules and judge them; take other seeds"
+            )
+        purposes = {purpose_of(seed) for seed in self.seeds}
+        if len(purposes) > 1 or Purpose.TRAINING in purposes:
+            raise TailraceError("an evaluation runs on seeds of one purpose, never on training's")
+
+    @property
+    def batches(self) -> tuple[Batch, ...]:
+        """All cells it takes: everybody on its seeds, candidates on those of the selection."""
+        candidates = tuple(c for c in self.contenders if c.is_candidate)
+        return (
+            Batch(self.traffics(self.seeds), self.contenders),
+            Batch(self.traffics(self.selection_seeds), candidates),
+        )
+
+    def traffics(self, seeds: Sequence[int]) -> tuple[Traffic, ...]:
+        """All scenarios on some seeds."""
+        rates = [scenarios.resolve_rate(s) for s in self.scenarios]
+        pairs = list(zip(self.scenarios, rates, strict=True))
+        return tuple(Traffic(s, rate, seed) for s, rate in pairs for seed in seeds)
+
+
+def evaluation_seeds(count: int, first: int = 0) -> tuple[int, ...]:
+    """Return seeds that nothing was ever chosen on, from the ``first``-th on."""
+    return tuple(seeds(Purpose.EVALUATION, count, first))
+
+
+def selection_seeds(count: int) -> tuple[int, ...]:
+    """Return the tuning seeds on which the best rules are chosen."""
+    return tuple(seeds(Purpose.TUNING, count, SELECT_FROM))
+
+
+def ranking_seeds(count: int, first: int = 0) -> tuple[int, ...]:
+    """Return the tuning seeds on which checkpoints are ranked, from the ``first``-th on."""
+    return tuple(seeds(Purpose.TUNING, count, RANK_FROM + first))
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One policy over all scenarios."""
+
+    contender: Contender
+    score: float  #: geometric mean of cost / cost of the reference rule
+    versus: VersusBestSingle  #: the best single rule
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found."""
+
+    plan: Plan
+    grid: Grid  #: on its seeds
+    selection: tuple[Cell, ...]  #: on the seeds of the selection
+    best_single: str
+    best_hand_made: str  #: the same without the learned opponents
+    best_of_each: tuple[str, ...]  #: [S]
+    standings: tuple[Standing, ...]  #: lowest score first
+    versus_hand_made: VersusBestSingle | None  #: the subject against the best hand-made rule
+    versus_each: VersusBestOfEach | None  #: the subject against the best of each scenario
+
+    @property
+    def subject(self) -> Standing | None:
+        """The policy the headline is about."""
+        found = [s for s in self.standings if s.contender.label == self.plan.subject]
+        return found[0] if found else None
+
+
+def evaluate(
+    plan: Plan,
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    player: Player = simulator,
+) -> Evaluation:
+    """Do an evaluation; its cells are kept in ``folder`` and used again.
+
+    ``progress`` is told how many cells are there, and how many of them were there before.
+    """
+    names = [s.name for s in plan.scenarios]
+    cells = gather(plan.batches, plan.measure, folder, jobs=jobs, progress=progress, player=player)
+    candidates = [c.label for c in plan.contenders if c.is_candidate]
+    chosen_on = Grid.of(cells, names, candidates, plan.selection_seeds)
+    single = best_single(chosen_on, candidates, REFERENCE)
+    learned = {c.label for c in plan.contenders if c.role is Role.LEARNED}
+    hand_made = best_single(chosen_on, [c for c in candidates if c not in learned], REFERENCE)
+    of_each = best_of_each(chosen_on, candidates)
+    grid = Grid.of(cells, names, [c.label for c in plan.contenders], plan.seeds)
+    standings = [
+        Standing(contender, float(score), versus_single(grid, contender.label, single))
+        for contender, score in zip(plan.contenders, scores(grid, REFERENCE), strict=True)
+    ]
+    standings.sort(key=lambda s: s.score)
+    picked = set(plan.selection_seeds)
+    return Evaluation(
+        plan,
+        grid,
+        tuple(c for c in cells if c.seed in picked),
+        single,
+        hand_made,
+        tuple(of_each),
+        tuple(standings),
+        None if plan.subject is None else versus_single(grid, plan.subject, hand_made),
+        None if plan.subject is None else versus_each(grid, plan.subject, of_each),
+    )
+
+
+def without_what_cannot_run(
+    contenders: Sequence[Contender], all_scenarios: Sequence[Scenario]
+) -> tuple[list[Contender], list[str]]:
+    """Split off look-aheads where a scenario needs the reference engine, which has none."""
+    from tailrace.sim.simulator import uses_reference
+
+    if not any(uses_reference(s.cluster, s.engine) for s in all_scenarios):
+        return list(contenders), []
+    left_out = [c.label for c in contenders if c.role is Role.ORACLE]
+    return [c for c in contenders if c.role is not Role.ORACLE], left_out

@@ -1,0 +1,245 @@
+"""Cells of an evaluation: one policy on the traffic of one scenario and seed, each in its own file.
+
+A cell's file is named by a digest of everything its figures depend on, sources included. So an
+interrupted evaluation goes on where it stopped, and one with other settings never picks up figures
+that are not its own.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.evaluate.judge.baselines import Contender, Role
+from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
+from tailrace.evaluate.measure.runner import run
+from tailrace.evaluate.measure.tail import Extremes, extremes
+from tailrace.files import atomic_path, dumps, plain
+from tailrace.parallel import Crew
+from tailrace.sim.result import SimResult
+
+#: Policies that one task runs on the same traffic: made once for them, and progress shows.
+POLICIES_PER_TASK = 8
+_PACKAGE = Path(__file__).parents[2]
+#: Sources on which figures depend.
+_SOURCES = (
+    *("view/**/*.py", "sim/**/*.py", "policy/**/*.py", "workload/**/*.py"),
+    *("evaluate/measure/metrics.py", "evaluate/measure/tail.py"),
+)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a run is turned into figures."""
+
+    warmup_fraction: float = 0.1  #: share of the first requests left out
+    ttft_limit_s: float = 30.0  #: hard limit: longer waits for a first token are counted
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The figures of one policy on one seed of a scenario."""
+
+    scenario: str
+    policy: str
+    seed: int
+    summary: Summary
+    extremes: Extremes
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Identical arrivals for everybody: a scenario at a rate (None: own pace) and a seed."""
+
+    scenario: Scenario
+    rate_rps: float | None
+    seed: int
+
+
+#: Plays traffic with a policy given by its spec. Another engine is another player.
+Player = Callable[[Traffic, str], SimResult]
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some policies on the same traffic."""
+
+    traffic: Traffic
+    contenders: tuple[Contender, ...]
+    measure: Measure
+    folder: Path
+    player: Player
+
+
+def simulator(traffic: Traffic, spec: str) -> SimResult:
+    """Play traffic in the simulator."""
+    return run(traffic.scenario, spec, traffic.rate_rps, traffic.seed)
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """Return a digest of the sources on which figures depend."""
+    digest = hashlib.sha256()
+    for path in sorted(p for pattern in _SOURCES for p in _PACKAGE.glob(pattern)):
+        digest.update(path.relative_to(_PACKAGE).as_posix().encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cell_path(task: Task, contender: Contender) -> Path:
+    """Return the file of a cell."""
+    scenario = task.traffic.scenario
+    about = {
+        "scenario": scenario.model_dump(mode="json", exclude={"name", "description"}),
+        "traffic": _file_digest(scenario.workload.name),
+        "rate_rps": task.traffic.rate_rps,
+        "measure": plain(task.measure),
+        "policy": contender.fingerprint,
+        "player": getattr(task.player, "__qualname__", type(task.player).__qualname__),
+        "sources": source_digest(),
+    }
+    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    policy = re.sub(r"[^\w.=-]+", "_", contender.label)[:60]
+    folder = task.folder / re.sub(r"[^\w.-]+", "_", scenario.name)
+    return folder / f"{policy}.{key}" / f"{task.traffic.seed}.json"
+
+
+@lru_cache(maxsize=64)
+def _file_digest(workload: str) -> str | None:
+    """Digest of a file of requests; None for a built-in workload."""
+    path = Path(workload)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+def work(task: Task) -> list[Cell]:
+    """Do a task; each cell is in its file as soon as it is done."""
+    done = []
+    for contender in task.contenders:
+        cell = _measured(task, contender)
+        path = cell_path(task, contender)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            temporary.write_text(dumps(cell), encoding="utf-8")
+        done.append(cell)
+    return done
+
+
+def _measured(task: Task, contender: Contender) -> Cell:
+    traffic, measure = task.traffic, task.measure
+    try:
+        result = task.player(traffic, contender.spec)
+    except TailraceError as error:
+        raise TailraceError(
+            f"{contender.label} on {traffic.scenario.name}, seed {traffic.seed}: {error}"
+        ) from None
+    return Cell(
+        traffic.scenario.name,
+        contender.label,
+        traffic.seed,
+        summarise(result, measure.warmup_fraction),
+        extremes(result, measure.warmup_fraction, measure.ttft_limit_s),
+    )
+
+
+def read_cell(path: Path, contender: Contender, traffic: Traffic) -> Cell | None:
+    """Return a cell from its file under its present names; None if there is no whole one."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        return Cell(
+            traffic.scenario.name,
+            contender.label,
+            traffic.seed,
+            _summary(data["summary"]),
+            Extremes(**data["extremes"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _summary(data: dict[str, Any]) -> Summary:
+    latencies = {f.name for f in fields(Summary) if f.type is Latency}
+    values: dict[str, Any] = {k: Latency(**v) if k in latencies else v for k, v in data.items()}
+    values["replica_share"] = tuple(data["replica_share"])
+    return Summary(**values)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cells to come by: everybody on every traffic."""
+
+    traffics: tuple[Traffic, ...]
+    contenders: tuple[Contender, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of cells."""
+        return len(self.traffics) * len(self.contenders)
+
+
+def gather(
+    batches: Sequence[Batch],
+    measure: Measure,
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    player: Player = simulator,
+) -> list[Cell]:
+    """Return all cells of the batches, from ``folder`` or else measured now and kept there.
+
+    ``progress`` is told how many cells are there, and how many of them were there before.
+    """
+    cells: list[Cell] = []
+    tasks: list[Task] = []
+    for batch in batches:
+        for traffic in batch.traffics:
+            whole = Task(traffic, batch.contenders, measure, folder, player)
+            missing = []
+            for contender in batch.contenders:
+                cell = read_cell(cell_path(whole, contender), contender, traffic)
+                if cell is None:
+                    missing.append(contender)
+                else:
+                    cells.append(cell)
+            tasks += [replace(whole, contenders=part) for part in _parts(missing)]
+    kept = len(cells)
+    if progress is not None:
+        progress(kept, kept)
+    tasks.sort(key=_urgency)
+    with Crew(jobs) as crew:
+        for _, found in crew.run(work, tasks):
+            cells += found
+            if progress is not None:
+                progress(len(cells), kept)
+    return cells
+
+
+def _parts(missing: Sequence[Contender]) -> Iterator[tuple[Contender, ...]]:
+    """Split policies into those a task runs; look-aheads take as long as all others together."""
+    groups = (
+        [c for c in missing if c.role is Role.SUBJECT],
+        [c for c in missing if c.role not in (Role.SUBJECT, Role.ORACLE)],
+    )
+    for group in groups:
+        for start in range(0, len(group), POLICIES_PER_TASK):
+            yield tuple(group[start : start + POLICIES_PER_TASK])
+    for contender in missing:
+        if contender.role is Role.ORACLE:
+            yield (contender,)
+
+
+def _urgency(task: Task) -> tuple[bool, bool, int]:
+    """Mistakes in the policies under test show first; long tasks must not come last."""
+    roles = {c.role for c in task.contenders}
+    scenario = task.traffic.scenario
+    return (
+        Role.SUBJECT not in roles,
+        Role.ORACLE not in roles,
+        -scenario.workload.requests * scenario.cluster.size,
+    )

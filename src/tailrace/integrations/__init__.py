@@ -1,0 +1,1 @@
+"""Tailrace inside other systems: Vidur, Ray, and training on a live router."""

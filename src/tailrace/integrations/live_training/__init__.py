@@ -1,0 +1,1 @@
+"""Training on the requests of a live router."""

@@ -1,0 +1,94 @@
+"""Roll-outs in real Vidur. A task is stateless, as those in the simulator are (rollout.py).
+
+Vidur is imported when a task is played, not before.
+"""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace import scenario as scenarios
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.learn.improve.recorder import Recorder, Recording
+from tailrace.learn.improve.rollout import PER_CLUSTER, Ends, Rollout
+from tailrace.seeds import Purpose, require
+from tailrace.workload.library import from_settings
+
+
+@dataclass(frozen=True)
+class VidurTask:
+    """Which episode to play, with which network, and how much of it."""
+
+    scenario: Scenario
+    """As Vidur can play it (integrations/vidur/limits.py)."""
+    episode_seed: int
+    """A training seed."""
+    params: NDArray[np.float64]
+    """[p] a packed network."""
+    recording: Recording
+    group: int = 1
+    """So many clusters play the episode, each with choices of its own."""
+    temperature: float = 1.0
+    epsilon: float = 0.0
+
+
+def play(task: VidurTask) -> Rollout:
+    """Do a roll-out of ``group`` clusters."""
+    return together([_play_one(task, k) for k in range(task.group)])
+
+
+def _play_one(task: VidurTask, k: int) -> Rollout:
+    from tailrace.integrations.vidur.router import decide
+    from tailrace.integrations.vidur.simulation import prepare
+
+    scenario, recording = task.scenario, task.recording
+    seed = require(task.episode_seed, Purpose.TRAINING)
+    # One request more than is decided: it shows what the last decision led to.
+    requests = recording.warmup + recording.decisions + 1
+    workload = scenario.workload.model_copy(update={"requests": requests})
+    table = from_settings(workload, scenarios.resolve_rate(scenario), seed)
+    found: list[Rollout] = []
+    named = replace(recording, name=scenario.name, stream=f"{recording.stream}-{k}")
+    recorder = Recorder(named, task.params, found.append)
+    simulator = prepare(scenario.cluster, table, router=scenario.router, seed=seed)
+    simulator.use(recorder, seed)
+    recorder.record(task.temperature, task.epsilon)
+    while not found and (view := simulator.next_view()) is not None:
+        simulator.assign(decide(recorder, view))
+    if not found:
+        raise TailraceError(
+            f"{scenario.name}: the requests ended after {recorder.recorded} of "
+            f"{recording.decisions} decisions; lower ppo.decisions or ppo.warmup"
+        )
+    return found[0]
+
+
+def together(parts: list[Rollout]) -> Rollout:
+    """Put roll-outs of clusters of one size side by side, as one group."""
+    if len(parts) == 1:
+        return parts[0]
+    whole: dict[str, Any] = {
+        name: np.concatenate([getattr(part, name) for part in parts], axis=1)
+        for name in (*PER_CLUSTER, "replica_obs", "mask")
+    }
+    ends = {
+        entry.name: np.concatenate([getattr(part.ends, entry.name) for part in parts])
+        for entry in fields(Ends)
+    }
+    ends["cluster"] = np.arange(len(parts))
+    first, priors = parts[0], [part.prior for part in parts if part.prior is not None]
+    return replace(
+        first,
+        **whole,
+        prior=np.concatenate(priors, axis=1) if priors else None,
+        ends=Ends(**ends),
+        group=len(parts),
+        names=tuple(name for part in parts for name in part.names),
+        figures={k: float(np.mean([p.figures[k] for p in parts])) for k in first.figures},
+        action_share=np.mean([part.action_share for part in parts], axis=0),
+        replica_moments=np.mean([part.replica_moments for part in parts], axis=0),
+        request_moments=np.mean([part.request_moments for part in parts], axis=0),
+    )

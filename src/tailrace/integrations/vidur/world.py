@@ -1,0 +1,148 @@
+"""Real Vidur decision by decision: reset, step, and the cost that accrued in between.
+
+Vidur's event loop is driven from outside: it stands still at every routing decision until somebody
+has chosen. The view, the observation and the accounts are those of the simulator's environments
+(view/records.py, policy/learned/observation.py, sim/cost_accounts.py). Imports Vidur.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace import scenario as scenarios
+from tailrace.config import Scenario
+from tailrace.errors import TailraceError
+from tailrace.evaluate.measure.runner import traffic
+from tailrace.integrations.vidur.limits import nearest
+from tailrace.integrations.vidur.router import Watcher
+from tailrace.integrations.vidur.simulation import TableSimulator, prepare
+from tailrace.learn.cost_ledger import Book, spread
+from tailrace.policy.learned.observation import observe
+from tailrace.sim import cost_accounts, engine
+from tailrace.sim.fleet import Step, begin, new_step
+from tailrace.sim.result import SimResult
+from tailrace.view.records import View
+
+
+class _Keeper(Watcher):
+    """Enters into a book what the router hears."""
+
+    def __init__(self, book: Book) -> None:
+        self._book = book
+
+    def first_token(self, number: int, now: float) -> None:
+        """Its first token has come."""
+        self._book.first_token(number, now)
+
+    def finished(self, number: int, now: float) -> None:
+        """It is complete."""
+        self._book.ended(number, now)
+
+
+class VidurWorld:
+    """A scenario in real Vidur, to be played by whoever chooses the replicas.
+
+    >>> world = VidurWorld("uniform-chat-80", requests=200)
+    >>> view, done = world.reset(seed), False
+    >>> while not done:
+    ...     view, cost_s, done = world.step(choose(view))
+
+    The costs of an episode add up to the composite cost of its requests. ``out`` shows the decision
+    at hand and the last step as the simulator's environments do, so that their rewards
+    (env/reward.py) can be had of it.
+    """
+
+    def __init__(
+        self,
+        scenario: Scenario | str | Path,
+        *,
+        requests: int | None = None,
+        rate: float | None = None,
+    ) -> None:
+        """Take a scenario, its name or its file.
+
+        ``requests`` per episode and their ``rate`` in requests/s are the scenario's unless given.
+        """
+        if not isinstance(scenario, Scenario):
+            scenario = scenarios.load(scenario)
+        changes = {k: v for k, v in (("requests", requests), ("rate", rate)) if v is not None}
+        workload = scenario.workload.model_copy(update=changes)
+        scenario = scenario.model_copy(update={"workload": workload})
+        self.scenario, self.notes = nearest(scenario)
+        """The scenario as Vidur plays it, and what was changed for that."""
+        self.rate = scenarios.resolve_rate(self.scenario)
+        self.replicas = self.scenario.cluster.size
+        self.out: Step = new_step(1, self.replicas)
+        """[1, ...] the observation of the decision at hand, and what the last step cost."""
+        self._simulator: TableSimulator | None = None
+        self._book: Book | None = None
+        self._outputs: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._view: View | None = None
+
+    def reset(self, seed: int) -> View:
+        """Start an episode with the traffic of a seed; returns the view of its first decision."""
+        table = traffic(self.scenario, self.rate, seed)
+        self._book, self._outputs = Book(), table.rows["output_tokens"]
+        self._simulator = prepare(
+            self.scenario.cluster, table, router=self.scenario.router, seed=seed
+        )
+        self._simulator.watch(_Keeper(self._book))
+        begin(self.out, 0)
+        self._move_on()
+        assert self._view is not None
+        return self._view
+
+    def step(self, replica: int) -> tuple[View | None, float, bool]:
+        """Send the request at hand to a replica and go on to the next decision.
+
+        Returns its view (live records; None at the end), the composite cost in s that accrued in
+        between, and whether the episode is over; its cost is then counted to its very end.
+        """
+        if self._simulator is None or self._view is None:
+            raise TailraceError("the episode is over or has not begun: call reset()")
+        if not 0 <= replica < self.replicas:
+            raise TailraceError(f"a replica is a number from 0 to {self.replicas - 1}")
+        self._simulator.assign(int(replica))
+        self._move_on()
+        return self._view, float(self.out.cost[0]), self._view is None
+
+    def observation(self) -> dict[str, NDArray[Any]]:
+        """What the router sees, as Tailrace's environments show it; the next step overwrites it."""
+        return {
+            "replicas": self.out.replica_obs[0],
+            "request": self.out.request_obs[0],
+            "mask": self.out.mask[0].view(np.int8),
+        }
+
+    def result(self) -> SimResult:
+        """Return what has happened so far."""
+        if self._simulator is None:
+            raise TailraceError("nothing has happened yet: call reset()")
+        return self._simulator.result()
+
+    def _move_on(self) -> None:
+        assert self._simulator is not None
+        assert self._book is not None
+        view = self._view = self._simulator.next_view()
+        out = self.out
+        if view is None:
+            out.status[0] = engine.OVER
+            now = max(float(out.time_before[0]), self._book.ended_at)
+        else:
+            out.status[0] = engine.NEEDS_DECISION
+            now = float(view.request["now"])
+            request, number = view.request, int(view.request["id"])
+            slo_s, output = float(request["ttft_slo_s"]), int(self._outputs[number])
+            self._book.arrived(number, float(request["arrived_at"]), slo_s, output)
+            observe(view, out.replica_obs[0], out.request_obs[0])
+            out.mask[0] = view.replicas["available"] != 0
+        out.spread[0] = spread(self._simulator.replicas_view)
+        accrued = np.zeros(cost_accounts.N_TERMS)
+        self._book.read(now, accrued)
+        out.terms[0] = accrued - out.terms_before[0]
+        out.terms_before[0] = accrued
+        out.cost[0] = cost_accounts.composite(out.terms[0])
+        out.elapsed_s[0] = now - out.time_before[0]
+        out.time_before[0] = now

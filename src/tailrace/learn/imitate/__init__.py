@@ -1,0 +1,1 @@
+"""Imitation: learn from demonstrations."""

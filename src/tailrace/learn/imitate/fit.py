@@ -1,0 +1,249 @@
+"""Two ways to learn from samples: imitate the cheapest choice, and shift towards better ones.
+
+Samples come in groups, one for each number of replicas; a minibatch is taken from one group.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+import torch
+from torch import Tensor
+from torch.nn import functional as fn
+
+from tailrace.errors import TailraceError
+from tailrace.learn.samples import Samples
+from tailrace.policy.learned.network import Network
+
+#: Regret of a choice that counts at most, s: one terrible choice must not drown the others.
+MOST_REGRET_S = 5.0
+GRADIENT_LIMIT = 1.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Decisions as tensors; see Samples for shapes."""
+
+    replica_obs: Tensor
+    request_obs: Tensor
+    mask: Tensor
+    prior: Tensor
+    memory: Tensor
+
+    @classmethod
+    def of(cls, samples: Samples) -> "Batch":
+        """Without copying."""
+        return cls(
+            torch.from_numpy(samples.replica_obs),
+            torch.from_numpy(samples.request_obs),
+            torch.from_numpy(samples.mask),
+            torch.from_numpy(samples.prior).float(),
+            torch.from_numpy(samples.memory),
+        )
+
+    def rows(self, index: Tensor) -> "Batch":
+        """Some of the rows."""
+        return Batch(
+            self.replica_obs[index],
+            self.request_obs[index],
+            self.mask[index],
+            self.prior[index],
+            self.memory[index],
+        )
+
+    def log_policy(self, network: Network) -> Tensor:
+        """Log-probabilities [K, n] of all choices; 0 where masked."""
+        logits, _, _ = network.step(
+            self.replica_obs, self.request_obs, self.mask, self.memory, self.prior
+        )
+        return fn.log_softmax(logits, -1).masked_fill(~self.mask, 0.0)
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """One group of samples with what a teacher would do: target policy and regrets, [K, n]."""
+
+    seen: Batch
+    target: Tensor
+    regret: Tensor
+
+    @classmethod
+    def of(cls, samples: Samples, temperature_s: float) -> "Demonstrations":
+        """The target of a decision is softmax(-cost / temperature)."""
+        seen = Batch.of(samples)
+        regret = torch.from_numpy(samples.regrets()).float()
+        known = torch.from_numpy(samples.tried)
+        target = torch.softmax((-regret / temperature_s).masked_fill(~known, -torch.inf), -1)
+        return cls(seen, target, regret.clamp(max=MOST_REGRET_S))
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def loss(self, network: Network, index: Tensor) -> Tensor:
+        """Mean loss of some rows.
+
+        The expected regret is added to the cross-entropy, so that choices that hardly differ
+        hardly matter.
+        """
+        seen = self.seen.rows(index)
+        log_policy = seen.log_policy(network)
+        cross_entropy = -(self.target[index] * log_policy).sum(-1)
+        expected = (log_policy.exp() * seen.mask * self.regret[index]).sum(-1)
+        return (cross_entropy + expected).mean()
+
+
+def minibatches(
+    sizes: Sequence[int], batch_size: int, rng: torch.Generator
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (group, rows) in random order, so that every row of every group comes once."""
+    parts = [
+        (group, index)
+        for group, size in enumerate(sizes)
+        for index in torch.randperm(size, generator=rng).split(batch_size)
+    ]
+    for k in torch.randperm(len(parts), generator=rng).tolist():
+        yield parts[k]
+
+
+def imitate(
+    network: Network,
+    groups: Sequence[Samples],
+    *,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    temperature_s: float,
+    rng: torch.Generator,
+) -> float:
+    """Fit the policy to the choices a teacher finds cheap; returns the mean loss of the last epoch.
+
+    The learning rate falls to nothing along a cosine.
+    """
+    lessons = [Demonstrations.of(samples, temperature_s) for samples in groups]
+    optimiser = torch.optim.Adam(network.parameters(), lr=learning_rate)
+    steps = epochs * sum(-(-len(lesson) // batch_size) for lesson in lessons)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    mean = 0.0
+    for _ in range(epochs):
+        total = torch.zeros(())
+        for group, index in minibatches([len(lesson) for lesson in lessons], batch_size, rng):
+            loss = lessons[group].loss(network, index)
+            _descend(network, optimiser, loss)
+            schedule.step()
+            total += loss.detach() * len(index)
+        mean = float(total) / sum(len(lesson) for lesson in lessons)
+        _check_finite(mean, "cloning")
+    return mean
+
+
+def improve(
+    network: Network,
+    groups: Sequence[Samples],
+    *,
+    kl_limit: float,
+    epochs: int,
+    batch_size: int,
+    learning_rate: float,
+    rng: torch.Generator,
+    demonstrations: Sequence[Demonstrations] = (),
+    imitation_weight: float = 0.0,
+) -> dict[str, float]:
+    """Shift the policy towards choices with a better advantage, by at most ``kl_limit`` on average.
+
+    The target is old policy x exp(eta x advantage), with eta such that its mean KL divergence from
+    the old policy is the limit. Demonstrations may be mixed in with a weight.
+    """
+    seen = [Batch.of(samples) for samples in groups]
+    advantages = [torch.from_numpy(samples.advantages()).float() for samples in groups]
+    if all(float(advantage.abs().max()) < 1e-6 for advantage in advantages):
+        raise TailraceError(
+            "no choice makes any difference to the cost: there is nothing to learn here; raise the "
+            "load, choose scenarios with more than one replica, or a longer horizon"
+        )
+    old = [log_policy_of(network, samples) for samples in groups]
+    eta, targets = _targets(old, advantages, [batch.mask for batch in seen], kl_limit)
+    optimiser = torch.optim.Adam(network.parameters(), lr=learning_rate)
+    total = torch.zeros(())
+    for _ in range(epochs):
+        total = torch.zeros(())
+        for group, index in minibatches([len(s) for s in groups], batch_size, rng):
+            log_policy = seen[group].rows(index).log_policy(network)
+            loss = -(targets[group][index] * log_policy).sum(-1).mean()
+            total += loss.detach() * len(index)
+            if imitation_weight > 0 and demonstrations:
+                loss = loss + imitation_weight * _lesson(network, demonstrations, batch_size, rng)
+            _descend(network, optimiser, loss)
+        _check_finite(float(total), "branching")
+    figures = _compare(network, groups, old, advantages)
+    return {"eta": eta, "policy_loss": float(total) / sum(map(len, groups)), **figures}
+
+
+@torch.no_grad()
+def log_policy_of(network: Network, samples: Samples) -> Tensor:
+    """Return the log-probabilities [K, n] of all choices; 0 where masked."""
+    seen = Batch.of(samples)
+    index = torch.arange(len(samples))
+    return torch.cat([seen.rows(part).log_policy(network) for part in index.split(8192)])
+
+
+def _lesson(
+    network: Network, demonstrations: Sequence[Demonstrations], rows: int, rng: torch.Generator
+) -> Tensor:
+    """Imitation loss of some random demonstrations of one group, by the groups' sizes."""
+    sizes = torch.tensor([float(len(lesson)) for lesson in demonstrations])
+    lesson = demonstrations[int(torch.multinomial(sizes, 1, generator=rng))]
+    return lesson.loss(network, torch.randint(len(lesson), (rows,), generator=rng))
+
+
+def _descend(network: Network, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
+    optimiser.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(network.parameters(), GRADIENT_LIMIT)
+    optimiser.step()
+
+
+def _check_finite(loss: float, phase: str) -> None:
+    if not isfinite(loss):
+        raise TailraceError(
+            f"the loss of {phase} is {loss}: lower its learning_rate, then continue with --resume "
+            "from the last good checkpoint"
+        )
+
+
+def _compare(
+    network: Network, groups: Sequence[Samples], old: Sequence[Tensor], advantages: Sequence[Tensor]
+) -> dict[str, float]:
+    """How far the policy has moved, and what it should gain by that."""
+    kl, gain, entropy, most = 0.0, 0.0, 0.0, 0.0
+    for samples, before, advantage in zip(groups, old, advantages, strict=True):
+        mask = torch.from_numpy(samples.mask)
+        now = log_policy_of(network, samples)
+        kl += float((before.exp() * (before - now) * mask).sum())
+        gain += float(((now.exp() - before.exp()) * advantage * mask).sum())
+        entropy -= float((now.exp() * now * mask).sum())
+        most += float(mask.sum(-1).float().log().sum())
+    rows = sum(map(len, groups))
+    return {"kl": kl / rows, "gain": gain / rows, "entropy": entropy / rows,
+            "entropy_fraction": entropy / max(most, 1e-9)}  # fmt: skip
+
+
+def _targets(
+    old: Sequence[Tensor], advantages: Sequence[Tensor], masks: Sequence[Tensor], kl_limit: float
+) -> tuple[float, list[Tensor]]:
+    """Tilt the old policy by exp(eta x advantage); eta by bisection on the mean KL."""
+    rows = sum(map(len, old))
+
+    def tilted(eta: float) -> list[Tensor]:
+        return [
+            torch.softmax((log + eta * gain).masked_fill(~mask, -torch.inf), -1)
+            for log, gain, mask in zip(old, advantages, masks, strict=True)
+        ]
+
+    low, high = 0.0, 100.0
+    for _ in range(40):
+        eta = (low + high) / 2
+        kl = 0.0
+        for new, log, mask in zip(tilted(eta), old, masks, strict=True):
+            kl += float((new * (new.clamp(min=1e-30).log() - log) * mask).sum())
+        low, high = (eta, high) if kl / rows < kl_limit else (low, eta)
+    return low, tilted(low)

@@ -1,0 +1,1 @@
+"""Improvement by trial: roll-outs, advantages, PPO and branching."""

@@ -1,0 +1,303 @@
+"""One update of the policy, by branching or by PPO; the trainer does not care which."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tailrace import scenario as scenarios
+from tailrace.env.reward import RewardSettings
+from tailrace.errors import TailraceError
+from tailrace.learn.exploration import Exploration
+from tailrace.learn.imitate import fit
+from tailrace.learn.improve.ppo import Learner
+from tailrace.learn.improve.rollout import Rollout, RolloutTask, collect
+from tailrace.learn.samples import Samples, grouped
+from tailrace.learn.settings import ROLLOUT_TASKS, Stage, TrainSettings
+from tailrace.learn.world_schedule import Plan
+from tailrace.learn.worlds import BranchTask, branch
+from tailrace.parallel import Crew
+from tailrace.policy.learned.architecture import pack
+from tailrace.policy.learned.network import Network
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.seeds import generator
+
+Arrays = dict[str, NDArray[Any]]
+Figures = dict[str, float]
+#: Replicas up to which a cluster counts as small; a decision of a larger one takes longer to try.
+SMALL = 4
+
+Tick = Callable[[int, int], None]  #: tasks done, tasks in all
+
+
+class Improvement(Protocol):
+    """A way to improve a policy."""
+
+    def update(
+        self,
+        number: int,
+        stage: Stage | None,
+        rng: torch.Generator,
+        lessons: Sequence[fit.Demonstrations],
+        tick: Tick,
+    ) -> Figures:
+        """Do the ``number``-th update, counted from 0."""
+
+    def state(self) -> Arrays:
+        """Return what has to be kept, besides the network, to go on exactly."""
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Go on from a state."""
+
+    def close(self) -> None:
+        """Let go of whatever was started for it."""
+
+
+def gather(
+    workers: Crew, work: Callable[[Any], Any], tasks: Sequence[Any], tick: Tick
+) -> list[Any]:
+    """Do tasks side by side and tell how many are done."""
+    results = []
+    for result in workers.map(work, tasks):
+        results.append(result)
+        tick(len(results), len(tasks))
+    return results
+
+
+class Branching:
+    """Try several choices at sampled decisions, and shift towards the cheaper ones."""
+
+    def __init__(self, network: Network, plan: Plan, workers: Crew, first_seed: int) -> None:
+        """``first_seed`` is the number of the first training seed it may use."""
+        self._network, self._plan, self._workers = network, plan, workers
+        self._settings = plan.settings
+        self._first_seed = first_seed
+        self._kept: list[list[Samples]] = []
+
+    def update(
+        self,
+        number: int,
+        stage: Stage | None,
+        rng: torch.Generator,
+        lessons: Sequence[fit.Demonstrations],
+        tick: Tick,
+    ) -> Figures:
+        """Do the ``number``-th update, counted from 0."""
+        b = self._settings.branching
+        tasks = self._tasks(number, stage)
+        new = grouped(gather(self._workers, branch, tasks, tick))
+        if not new:
+            raise TailraceError(
+                "all traffic ended before the first decision to branch at: lower branching.warmup, "
+                "or train on more requests"
+            )
+        self._kept = [*self._kept, new][-b.keep :]
+        share = number / max(1, self._settings.updates - 1)
+        rate = b.learning_rate + share * (b.final_learning_rate - b.learning_rate)
+        figures = fit.improve(
+            self._network,
+            grouped([samples for update in self._kept for samples in update]),
+            kl_limit=b.kl_limit,
+            epochs=b.epochs,
+            batch_size=b.batch_size,
+            learning_rate=rate,
+            rng=rng,
+            demonstrations=lessons,
+            imitation_weight=b.imitation * max(0.0, 1 - number / b.imitation_updates),
+        )
+        replicas = np.concatenate([s.replica_obs[s.mask] for s in new])
+        requests = np.concatenate([s.request_obs for s in new])
+        told = _named(_moments(replicas), _moments(requests)) | {"learning_rate": rate}
+        return figures | told | {"samples": float(sum(map(len, new)))}
+
+    def _tasks(self, number: int, stage: Stage | None) -> list[BranchTask]:
+        b = self._settings.branching
+        network = pack(self._network.config, self._network.tensors())
+        first = self._first_seed + number * b.worlds
+        tasks = []
+        for world in self._plan.worlds(first, b.worlds, 1, stage):
+            rng = generator(world.seed, "branching")
+            warmup = int(rng.integers(b.warmup // 10, b.warmup + 1))
+            gap = int(rng.integers(max(1, b.gap // 2), b.gap + b.gap // 2 + 1))
+            rate = scenarios.resolve_rate(world.scenario) or 1.0
+            states = max(1, b.states * SMALL // max(SMALL, world.scenario.cluster.size))
+            requests = warmup + states * gap + int(rate * b.longest_s) + 1
+            tasks.append(
+                BranchTask(
+                    replace(world, requests=requests, late_share=b.late_share),
+                    network,
+                    warmup,
+                    states,
+                    gap,
+                    b.candidates,
+                    b.horizon,
+                    b.shortest_s,
+                    b.longest_s,
+                    b.reluctance,
+                )
+            )
+        return tasks
+
+    def state(self) -> Arrays:
+        """Return the samples kept."""
+        return {
+            f"kept.{u}.{g}.{name}": array
+            for u, update in enumerate(self._kept)
+            for g, samples in enumerate(update)
+            for name, array in samples.arrays().items()
+        }
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take samples back."""
+        found: dict[int, dict[int, Arrays]] = {}
+        for key, array in state.items():
+            if key.startswith("kept."):
+                _, update, group, name = key.split(".")
+                found.setdefault(int(update), {}).setdefault(int(group), {})[name] = array
+        self._kept = [
+            [Samples(**groups[g]) for g in sorted(groups)] for _, groups in sorted(found.items())
+        ]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+class Ppo:
+    """Play with the policy's own random choices, and make the better ones more likely."""
+
+    def __init__(
+        self,
+        network: Network,
+        plan: Plan,
+        workers: Crew,
+        first_seed: int,
+        exploration: Exploration,
+        tasks: int = ROLLOUT_TASKS,
+    ) -> None:
+        """The clusters of an update are split over so many tasks."""
+        self._network, self._plan, self._workers = network, plan, workers
+        self._settings: TrainSettings = plan.settings
+        self._first_seed, self._exploration = first_seed, exploration
+        p = self._settings.ppo
+        groups = p.clusters // p.group
+        self._tasks = next(k for k in range(min(tasks, groups), 0, -1) if groups % k == 0)
+        self._learner = Learner(network, p, self._settings.updates)
+        self._start: Network | None = None
+        if p.start_kl > 0:
+            self._start = Network(network.config, network.features, network.globals_)
+            self._start.load_tensors(network.tensors())
+
+    def update(
+        self,
+        number: int,
+        stage: Stage | None,
+        rng: torch.Generator,
+        lessons: Sequence[fit.Demonstrations],
+        tick: Tick,
+    ) -> Figures:
+        """Do the ``number``-th update, counted from 0."""
+        now = self._exploration.values(number)
+        rollouts = self._rollouts(number, stage, tick)
+        _check_alive(rollouts, self._settings.safety.dead_deviation)
+        figures = self._learner.update(rollouts, now, number, rng, lessons, self._start)
+        self._exploration.after_update(number, figures["entropy_fraction"])
+        told = {
+            name: float(np.mean([r.figures[name] for r in rollouts]))
+            for name in rollouts[0].figures
+        }
+        steps = sum(r.action.size for r in rollouts)
+        told |= _named(
+            np.mean([r.replica_moments for r in rollouts], axis=0),
+            np.mean([r.request_moments for r in rollouts], axis=0),
+        )
+        now_told = {name: float(value) for name, value in now._asdict().items()}
+        return figures | told | {"samples": float(steps), **now_told}
+
+    def _rollouts(self, number: int, stage: Stage | None, tick: Tick) -> list[Rollout]:
+        """Play for an update; other worlds than the simulator's come in here (outside.py)."""
+        return gather(self._workers, collect, self._rollout_tasks(number, stage), tick)
+
+    def _reward(self, stage: Stage | None) -> RewardSettings:
+        reward = self._settings.reward
+        if stage is not None and stage.late_weight is not None:
+            reward = reward.model_copy(update={"late": stage.late_weight})
+        return reward
+
+    def _rollout_tasks(self, number: int, stage: Stage | None) -> list[RolloutTask]:
+        p, now = self._settings.ppo, self._exploration.values(number)
+        reward = self._reward(stage)
+        groups = p.clusters // p.group // self._tasks
+        per_update = self._tasks * (groups + 1)
+        tasks = []
+        for k in range(self._tasks):
+            first = self._first_seed + number * per_update + k * (groups + 1)
+            tasks.append(
+                RolloutTask(
+                    worlds=self._plan.source(stage),
+                    episode_seeds=tuple(self._plan.seed(first + g) for g in range(groups)),
+                    config=self._network.config,
+                    tensors=self._network.tensors(),
+                    seed=self._plan.seed(first + groups),
+                    clusters=groups * p.group,
+                    group=p.group,
+                    warmup=p.warmup,
+                    decisions=p.decisions,
+                    chunk=p.chunk,
+                    temperature=now.temperature,
+                    epsilon=now.epsilon,
+                    reward=reward,
+                    max_replicas=self._plan.most_replicas,
+                )
+            )
+        return tasks
+
+    def state(self) -> Arrays:
+        """Return optimiser and warm-start policy; the network itself is kept by the trainer."""
+        kept = {k: a for k, a in self._learner.state().items() if not k.startswith("network.")}
+        if self._start is not None:
+            kept |= {f"start.{name}": array for name, array in self._start.tensors().items()}
+        return kept
+
+    def restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Take them back."""
+        network = {f"network.{name}": array for name, array in self._network.tensors().items()}
+        self._learner.restore({**state, **network})
+        if self._start is not None:
+            prefix = "start."
+            self._start.load_tensors(
+                {k.removeprefix(prefix): a for k, a in state.items() if k.startswith(prefix)}
+            )
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def _check_alive(rollouts: Sequence[Rollout], least: float) -> None:
+    deviation = float(np.concatenate([r.reward.ravel() for r in rollouts]).std())
+    if deviation <= least:
+        raise TailraceError(
+            f"the reward is dead: it varies by {deviation:.2g} from decision to decision, so there "
+            "is nothing to learn from; look at `tailrace headroom` under this reward, lower its "
+            "bound or give weight to e2e and ttft"
+        )
+
+
+def _moments(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Mean and deviation [2, k] of rows [K, k]."""
+    return np.stack([values.mean(axis=0, dtype=np.float64), values.std(axis=0, dtype=np.float64)])
+
+
+def _named(replica_moments: NDArray[Any], request_moments: NDArray[Any]) -> Figures:
+    """Mean and deviation of every feature seen, by name, from [2, F] and [2, G]."""
+    told = {}
+    for features, values in (
+        (REPLICA_FEATURES, replica_moments),
+        (REQUEST_FEATURES, request_moments),
+    ):
+        for feature, mean, deviation in zip(features, *values, strict=True):
+            told[f"features/{feature.name}_mean"] = float(mean)
+            told[f"features/{feature.name}_deviation"] = float(deviation)
+    return told

@@ -1,0 +1,307 @@
+"""A policy that routes with a network, tries things out, and writes down all that happened.
+
+It can sit wherever a policy written in Python can: in the simulator, in real Vidur, in the live
+router. What it writes down is a roll-out of one cluster, as :mod:`tailrace.learn.improve.rollout`
+makes them, with the same observations and the same reward. No torch in here.
+
+Somebody may overrule it: the router's guard, its time limit, a canary. Such a decision was not
+drawn from the policy, so it has no log-probability to learn with and is left out. It belongs to
+the world then: what it costs counts for the decision before it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.config import Replica
+from tailrace.env.reward import Reward, RewardSettings
+from tailrace.errors import TailraceError
+from tailrace.learn.cost_ledger import Book, spread
+from tailrace.learn.improve.rollout import Ends, Rollout, Told, behaviour, moments, sample
+from tailrace.policy.base import Policy
+from tailrace.policy.learned.architecture import NetworkConfig
+from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
+from tailrace.policy.learned.policy import forward_many, prior_scores
+from tailrace.seeds import generator
+from tailrace.sim import cost_accounts
+from tailrace.sim.fleet import new_step
+from tailrace.sim.reference.routing import replica_views
+from tailrace.view.cost_model import cost_rows
+from tailrace.view.devices import cost_of
+from tailrace.view.records import REQUEST_VIEW, ROUTER, View
+from tailrace.workload.table import DEFAULT_TTFT_SLO_S
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What to write down."""
+
+    config: NetworkConfig
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    decisions: int = 256
+    """Decisions of a roll-out."""
+    chunk: int = 32
+    """Decisions per chunk: the memory at the start of each is kept."""
+    warmup: int = 0
+    """Decisions before the first roll-out that are not recorded."""
+    seed: int = 0
+    """Of the choices; ``stream`` tells recorders of one seed apart."""
+    stream: str = "choices"
+    name: str = ""
+    """Of the world, in the roll-out."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be recorded."""
+        if self.decisions % self.chunk:
+            raise TailraceError(
+                f"{self.decisions} decisions cannot be cut into chunks of {self.chunk}"
+            )
+        if self.reward.rule is not None:
+            raise TailraceError(
+                f"reward.reference = {self.reward.rule} routes the same requests a second time, "
+                "which only the simulator can do: set it to past, or env = 'sim'"
+            )
+
+
+class _Seen(NamedTuple):
+    """What one decision is made of."""
+
+    replica_obs: F32  # [n, F]
+    request_obs: F32  # [G]
+    mask: NDArray[np.bool_]  # [n]
+    prior: F32  # [n]
+    memory: F32  # [M] before it is seen
+
+
+class _Asked(NamedTuple):
+    """A decision that was made but not carried out yet."""
+
+    number: int  # of the request
+    choice: int
+    log_prob: float
+    seen: _Seen
+    memory: F32  # [M] after it
+    wanted: bool  # to be recorded
+
+
+@dataclass
+class _Row:
+    """A decision of the roll-out under way; what follows from it is added up."""
+
+    seen: _Seen
+    choice: int
+    log_prob: float
+    starts: bool
+    reward: float = 0.0
+    elapsed_s: float = 0.0
+
+
+class Recorder(Policy):
+    """Routes by a network; while it records, choices are drawn from it, else the best is taken."""
+
+    name = "recorder"
+
+    def __init__(
+        self,
+        recording: Recording,
+        params: F64,
+        done: Callable[[Rollout], None] = lambda _: None,
+    ) -> None:
+        """``params`` [p]: a packed network (architecture.pack); ``done`` gets each roll-out."""
+        self.recording = recording
+        self._params = params.copy()
+        self._done = done
+        self._rng = generator(recording.seed, recording.stream)
+        self._temperature, self._epsilon, self._explores = 1.0, 0.0, False
+        self._left_to_skip = recording.warmup
+        self.overruled = 0
+        """Decisions of the roll-out under way that somebody else took."""
+        self.dropped = 0
+        """Roll-outs given up because the number of replicas changed."""
+        self._rows: list[_Row] | None = None
+        self.reset(0, 0)
+
+    # ---- what the learner says ------------------------------------------------------------------
+
+    def use(self, params: F64) -> None:
+        """Go on with other weights [p] of the same network, from the next decision on.
+
+        The roll-out under way, if any, is given up: it would be of two policies.
+        """
+        self._params = params.copy()  # which holds scratch space of its own
+        self._rows, self._explores = None, False
+
+    def record(self, temperature: float = 1.0, epsilon: float = 0.0) -> None:
+        """Begin a roll-out with the next decision, after the warm-up if it is still to be done."""
+        self._temperature, self._epsilon, self._explores = temperature, epsilon, True
+        self._begin()
+
+    def _begin(self) -> None:
+        self._rows, self._told, self.overruled = [], Told(self._reward), 0
+
+    @property
+    def recorded(self) -> int:
+        """Decisions of the roll-out under way so far."""
+        return 0 if self._rows is None else len(self._rows)
+
+    # ---- what the world says --------------------------------------------------------------------
+
+    def reset(self, n_replicas: int, seed: int) -> None:  # noqa: ARG002
+        """Begin an episode: no requests, an empty memory."""
+        self._book = Book(self.recording.reward)
+        self._reward = Reward(self.recording.reward, 1)
+        self._step = new_step(1, 1)
+        self._memory = np.zeros(self.recording.config.memory, np.float32)
+        self._asked: _Asked | None = None
+        self._starts = True
+        if self._rows is not None:
+            self._begin()
+
+    def scores(self, view: View) -> F64:
+        """Return scores [n] that make the choice win; settles what the last decision cost."""
+        request, n = view.request, len(view.replicas)
+        number, now = int(request["id"]), float(request["now"])
+        self._book.arrived(number, float(request["arrived_at"]), float(request["ttft_slo_s"]))
+        seen = self._look(view)
+        self._settle(view, now)
+        self._asked = None
+        if not seen.mask.any():
+            return np.zeros(n)
+        if self._rows and self._rows[0].seen.mask.size != n:
+            self.dropped += 1
+            self._begin()
+        if self._rows is not None and len(self._rows) == self.recording.decisions:
+            self._finish(seen)
+        logits, memory = np.zeros((1, n), np.float32), self._memory[None].copy()
+        batch = (array[None] for array in seen[:4])
+        forward_many(self._params, *batch, memory, logits)
+        if not self._explores:
+            choice, log_prob = int(np.argmax(np.where(seen.mask, logits[0], -np.inf))), 0.0
+            self._asked = _Asked(number, choice, log_prob, seen, memory[0], False)
+            return np.where(seen.mask, -logits[0].astype(np.float64), np.inf)
+        policy = behaviour(logits, seen.mask[None], self._temperature, self._epsilon)
+        choice = int(sample(policy, self._rng.random(1))[0])
+        log_prob = float(np.log(policy[0, choice]))
+        wanted = self._rows is not None and self._left_to_skip == 0
+        self._left_to_skip = max(0, self._left_to_skip - 1)
+        self._asked = _Asked(number, choice, log_prob, seen, memory[0], wanted)
+        return np.where(np.arange(n) == choice, 0.0, 1.0)
+
+    def sent(self, replica: int, request_id: int, now: float) -> None:
+        """See whether the choice was carried out, and if so, write it down."""
+        # A request that it was not asked about costs all the same.
+        self._book.arrived(request_id, now, DEFAULT_TTFT_SLO_S)
+        asked, self._asked = self._asked, None
+        if asked is None or asked.number != request_id or asked.choice != replica:
+            self.overruled += 1
+            return
+        self._memory = asked.memory
+        if asked.wanted and self._rows is not None:
+            self._rows.append(_Row(asked.seen, asked.choice, asked.log_prob, self._starts))
+        self._starts = False
+
+    def first_token(self, replica: int, request_id: int, now: float) -> None:  # noqa: ARG002
+        """Enter it into the accounts."""
+        self._book.first_token(request_id, now)
+
+    def finished(self, replica: int, request_id: int, now: float) -> None:  # noqa: ARG002
+        """Enter it into the accounts."""
+        self._book.ended(request_id, now)
+
+    def failed(self, replica: int, request_id: int, now: float) -> None:  # noqa: ARG002
+        """A request that had begun to answer is lost; any other will be sent again."""
+        if not self._book.is_unanswered(request_id):
+            self._book.ended(request_id, now, lost=True)
+
+    # ---- a decision -----------------------------------------------------------------------------
+
+    def _look(self, view: View) -> _Seen:
+        n = len(view.replicas)
+        replica_obs = np.zeros((n, N_REPLICA_FEATURES), np.float32)
+        request_obs = np.zeros(N_REQUEST_FEATURES, np.float32)
+        observe(view, replica_obs, request_obs)
+        prior = np.zeros(n, np.float32)
+        if self.recording.config.prior:
+            prior_scores(view, self._params, prior)
+        mask = view.replicas["available"] != 0
+        return _Seen(replica_obs, request_obs, mask, prior, self._memory)
+
+    def _settle(self, view: View, now: float) -> None:
+        """Give the last decision what has accrued since."""
+        step = self._step
+        accrued = np.zeros(cost_accounts.N_TERMS)
+        self._book.read(now, accrued)
+        accrued[cost_accounts.FINISHED_TOKENS] = view.router["finished_tokens"]
+        step.terms[0], step.terms_before[0] = accrued - step.terms_before[0], accrued
+        step.elapsed_s[0], step.time_before[0] = now - step.time_before[0], now
+        step.spread[0] = spread(view.replicas)
+        if self._starts:  # there was no decision before
+            return
+        reward = float(self._reward(step)[0])
+        if self._rows:
+            self._rows[-1].reward += reward
+            self._rows[-1].elapsed_s += float(step.elapsed_s[0])
+            self._told.add()
+
+    def _finish(self, end: _Seen) -> None:
+        """Hand the roll-out over; ``end`` is what is seen after its last decision."""
+        rows, recording = self._rows, self.recording
+        assert rows is not None
+        action = np.array([row.choice for row in rows], np.int64)[:, None]
+        replica_obs = np.stack([row.seen.replica_obs for row in rows])[:, None]
+        request_obs = np.stack([row.seen.request_obs for row in rows])[:, None]
+        mask = np.stack([row.seen.mask for row in rows])[:, None]
+        prior = np.stack([row.seen.prior for row in rows])[:, None]
+        ends = Ends(
+            np.array([len(rows) - 1]),
+            np.array([0]),
+            end.replica_obs[None],
+            end.request_obs[None],
+            end.mask[None],
+            end.memory[None],
+        )
+        rollout = Rollout(
+            replica_obs,
+            request_obs,
+            mask,
+            prior if recording.config.prior else None,
+            action,
+            np.array([row.log_prob for row in rows], np.float32)[:, None],
+            np.array([row.reward for row in rows])[:, None],
+            np.array([row.elapsed_s for row in rows])[:, None],
+            np.array([row.starts for row in rows])[:, None],
+            np.stack([row.seen.memory for row in rows[:: recording.chunk]])[:, None],
+            ends,
+            recording.chunk,
+            1,
+            (recording.name,),
+            {**self._told.figures(), "overruled": self.overruled / (self.overruled + len(rows))},
+            np.bincount(action.ravel(), minlength=mask.shape[2]) / action.size,
+            moments(replica_obs.reshape(-1, N_REPLICA_FEATURES), mask.ravel()),
+            moments(request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(len(rows), np.bool_)),
+        )
+        self._rows, self._explores = None, False
+        self._done(rollout)
+
+
+def warm_up(recording: Recording, params: F64) -> None:
+    """Compile all that a recorder needs, so that no decision has to wait for it."""
+    recorder = Recorder(replace(recording, decisions=1, chunk=1, warmup=0), params)
+    recorder.record()
+    replicas = [Replica(), Replica()]
+    request: Any = np.zeros(1, REQUEST_VIEW)[0]
+    request["prompt_tokens"], request["ttft_slo_s"] = 1, 1.0
+    costs = cost_rows([cost_of(replica) for replica in replicas])
+    router: Any = np.zeros(1, ROUTER)[0]
+    view = View(request, replica_views(replicas), costs, router)
+    for number in range(3):
+        request["id"], request["now"], request["arrived_at"] = number, number, number
+        recorder.sent(int(np.argmin(recorder.scores(view))), number, float(number))
+        recorder.first_token(0, number, number + 0.5)
+        recorder.finished(0, number, number + 0.75)

@@ -1,0 +1,122 @@
+"""What a network thinks of its roll-outs: values, advantages and returns, before it learns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tailrace.errors import TailraceError
+from tailrace.learn.exploration import Now
+from tailrace.learn.improve import advantages as adv
+from tailrace.learn.improve.minibatch import end_values, log_behaviour, log_policy, look
+from tailrace.learn.improve.ppo_settings import PpoSettings
+from tailrace.learn.improve.rollout import Rollout
+from tailrace.policy.learned.network import Network
+
+#: Beyond this, squares no longer fit into the network's numbers.
+LARGEST_RETURN = 1e12
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A roll-out and what is thought of it."""
+
+    rollout: Rollout
+    logits: Tensor  #: [T, C, n]
+    values: adv.Array  #: [T, C] in the unit of the returns
+    advantages: adv.Array  #: [T, C]
+    returns: adv.Array  #: [T, C]
+
+
+def estimate(
+    network: Network,
+    rollouts: Sequence[Rollout],
+    settings: PpoSettings,
+    reward_scale: adv.RewardScale | None,
+) -> list[Estimate]:
+    """Look at roll-outs that this very network played; a reward scale learns from them first."""
+    fadings = [_fadings(rollout, settings) for rollout in rollouts]
+    scale = 1.0
+    for rollout in rollouts:
+        _check_finite(rollout)
+    if reward_scale is not None:
+        for rollout, (discount, _) in zip(rollouts, fadings, strict=True):
+            reward_scale.update(rollout.reward, discount, rollout.starts)
+        scale = reward_scale.scale
+    norm = network.value_norm
+    estimates = []
+    for rollout, (discount, trace) in zip(rollouts, fadings, strict=True):
+        logits, normalised = look(network, rollout, own_memory=True)
+        values = norm.denormalise(normalised).double().numpy()
+        ends = rollout.ends
+        after, ended = np.zeros(values.shape), np.zeros(values.shape, np.bool_)
+        after[ends.step, ends.cluster] = norm.denormalise(end_values(network, ends)).double()
+        ended[ends.step, ends.cluster] = True
+        following = adv.next_values(values, after, ended)
+        rewards = np.asarray(rollout.reward / scale)
+        advantages, returns = adv.gae(rewards, values, following, discount, trace, truncated=ended)
+        _check_bounded(returns)
+        if rollout.group > 1:
+            advantages = adv.grouped(advantages, rollout.group)
+        estimates.append(Estimate(rollout, logits, values, advantages, returns))
+    return estimates
+
+
+def _check_finite(rollout: Rollout) -> None:
+    seen: dict[str, NDArray[np.floating]] = {
+        "reward": rollout.reward,
+        "time between decisions": rollout.elapsed_s,
+        "observation": rollout.replica_obs,
+        "log-probability of a choice": rollout.log_prob,
+    }
+    for name, array in seen.items():
+        if not np.isfinite(array).all():
+            raise TailraceError(
+                f"PPO: a {name} in a roll-out is not finite; the last checkpoint is sound: go on "
+                "from it with a lower ppo.learning_rate, or give the reward a bound"
+            )
+
+
+def _check_bounded(returns: adv.Array) -> None:
+    if not (np.abs(returns) < LARGEST_RETURN).all():
+        raise TailraceError(
+            "PPO: the value of a state runs away; the last checkpoint is sound: go on from it with "
+            "a lower ppo.learning_rate or a lower ppo.value_weight"
+        )
+
+
+def _fadings(rollout: Rollout, settings: PpoSettings) -> tuple[adv.Array, adv.Array]:
+    """Discount and lambda [T, C] of each step."""
+    if settings.discount == "decision":
+        shape = rollout.reward.shape
+        return np.full(shape, settings.gamma), np.full(shape, settings.trace)
+    elapsed_s = rollout.elapsed_s
+    return adv.fading(elapsed_s, settings.half_life_s), adv.fading(elapsed_s, settings.trace_s)
+
+
+def describe(estimates: Sequence[Estimate], now: Now) -> dict[str, float]:
+    """Return figures of estimates.
+
+    ``behaviour_gap`` is the largest difference between a log-probability as it was recorded and as
+    it is computed now: rounding, unless the roll-outs are of another network.
+    """
+    returns = np.concatenate([one.returns.ravel() for one in estimates])
+    values = np.concatenate([one.values.ravel() for one in estimates])
+    advantages = np.concatenate([one.advantages.ravel() for one in estimates])
+    gap = 0.0
+    for one in estimates:
+        mask = torch.from_numpy(one.rollout.mask)
+        policy = log_policy(one.logits, mask, now.temperature)
+        action = torch.from_numpy(one.rollout.action)
+        log_prob = log_behaviour(policy, mask, action, now.epsilon)
+        gap = max(gap, float((log_prob - torch.from_numpy(one.rollout.log_prob)).abs().max()))
+    return {
+        "explained_variance": float(1 - (returns - values).var() / max(returns.var(), 1e-12)),
+        "advantage_deviation": float(advantages.std()),
+        "return_mean": float(returns.mean()),
+        "value_mean": float(values.mean()),
+        "behaviour_gap": gap,
+    }

@@ -1,0 +1,383 @@
+"""Let a network route simulated clusters for a while and write down all that happened.
+
+A roll-out is stateless: the task holds the weights and the seeds, and the same task gives the same
+bytes in any process, so a run can be resumed exactly and done on many machines. No torch in here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.compiled import jit
+from tailrace.config import Scenario
+from tailrace.env.core import EnvSettings
+from tailrace.env.reward import Reward, RewardSettings
+from tailrace.env.vector_env import RouterVectorEnv
+from tailrace.errors import TailraceError
+from tailrace.policy.learned.architecture import NetworkConfig, Tensors, pack
+from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
+from tailrace.policy.learned.policy import forward_many, prior_scores
+from tailrace.seeds import generator
+from tailrace.view.records import View
+
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.int64]
+#: Environments kept per process: laying one out takes longer than a short roll-out.
+ENVIRONMENTS = 4
+
+
+@dataclass(frozen=True)
+class RolloutTask:
+    """What to play, with which network, and how much of it."""
+
+    worlds: tuple[Scenario | str, ...] | Callable[[int], Scenario]
+    """Scenarios, of which an episode's seed draws one, or a function from a seed to a scenario (at
+    the top level of a module, or a frozen dataclass with ``__call__``)."""
+    episode_seeds: tuple[int, ...]
+    """A training seed per group of clusters."""
+    config: NetworkConfig
+    tensors: Tensors
+    """Weights, as :meth:`tailrace.policy.learned.network.Network.tensors` gives them."""
+    seed: int
+    """Training seed of the choices."""
+    clusters: int
+    group: int = 1
+    """So many neighbouring clusters play the same episode, each with choices of its own."""
+    warmup: int = 0
+    """Decisions per cluster that are not recorded: they fill the queues."""
+    decisions: int = 256
+    """Decisions per cluster that are."""
+    chunk: int = 32
+    """Decisions per chunk: the memory at the start of each is kept."""
+    temperature: float = 1.0
+    """Divisor of the logits."""
+    epsilon: float = 0.0
+    """Share of the choices that is uniform."""
+    reward: RewardSettings = field(default_factory=RewardSettings)
+    max_replicas: int | None = None
+    """Replicas there is room for in an observation; default: the largest cluster's."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be played."""
+        if self.decisions % self.chunk:
+            raise TailraceError(
+                f"{self.decisions} decisions cannot be cut into chunks of {self.chunk}"
+            )
+        if not 0 <= self.epsilon < 1 or not 0 < self.temperature < np.inf:
+            raise TailraceError(
+                f"temperature = {self.temperature:g} must be above 0, "
+                f"and epsilon = {self.epsilon:g} from 0 to below 1"
+            )
+
+
+@dataclass(frozen=True)
+class Ends:
+    """States ``K`` in which a recorded stretch ended: their values stand for what would follow.
+
+    There is one for the last decision of every cluster, and one for each episode that ended before.
+    """
+
+    step: Ints  #: [K] the decision before it
+    cluster: Ints  #: [K]
+    replica_obs: F32  #: [K, n, F]
+    request_obs: F32  #: [K, G]
+    mask: Bools  #: [K, n]
+    memory: F32  #: [K, M] before it is seen
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """``T`` decisions in a row of ``C`` clusters of up to ``n`` replicas."""
+
+    replica_obs: F32  #: [T, C, n, F]
+    request_obs: F32  #: [T, C, G]
+    mask: Bools  #: [T, C, n] replicas that could be chosen
+    prior: F32 | None  #: [T, C, n] standardised scores of the network's prior, if it has one
+    action: Ints  #: [T, C]
+    log_prob: F32  #: [T, C] of the action, under the distribution it was drawn from
+    reward: F64  #: [T, C] what accrued until the next decision
+    elapsed_s: F64  #: [T, C] until the next decision
+    starts: Bools  #: [T, C] an episode begins here; the memory is emptied before it
+    memory: F32  #: [T / chunk, C, M] before the first decision of every chunk
+    ends: Ends
+    chunk: int = 1
+    group: int = 1
+    names: tuple[str, ...] = ()  #: [C] scenario of each cluster, at the end
+    figures: dict[str, float] = field(default_factory=dict)
+    """Means per decision of each raw reward term (``terms/NAME``), raw reward, its deviation, share
+    of rewards at the bound."""
+    action_share: F64 = field(default_factory=lambda: np.zeros(0))  #: [n] of all decisions
+    replica_moments: F64 = field(default_factory=lambda: np.zeros((2, 0)))
+    """[2, F] mean and deviation of each feature over the replicas that could be chosen."""
+    request_moments: F64 = field(default_factory=lambda: np.zeros((2, 0)))
+    """[2, G] the same of the request's features."""
+
+
+#: Arrays of a roll-out whose second axis is the cluster, and which have none of replicas.
+PER_CLUSTER = (
+    "request_obs",
+    "action",
+    "log_prob",
+    "reward",
+    "elapsed_s",
+    "starts",
+    "memory",
+)
+
+
+def collect(task: RolloutTask) -> Rollout:
+    """Do a roll-out."""
+    worlds = task.worlds if callable(task.worlds) else tuple(task.worlds)
+    settings = EnvSettings(
+        # One more than is played, so that no episode begins behind the last decision.
+        decisions=task.warmup + task.decisions + 1,
+        group=task.group,
+        reward=task.reward,
+        max_replicas=task.max_replicas,
+    )
+    env = _environment(worlds, task.clusters, settings)
+    env.reset(seed=task.seed, options={"episode_seeds": list(task.episode_seeds)})
+    player = _Player(env, task)
+    for _ in range(task.warmup):
+        player.step()
+    return player.record()
+
+
+@lru_cache(maxsize=ENVIRONMENTS)
+def _environment(worlds: Any, clusters: int, settings: EnvSettings) -> RouterVectorEnv:
+    return RouterVectorEnv(clusters, worlds, copy=False, settings=settings)
+
+
+class _Player:
+    """A network that plays an environment."""
+
+    def __init__(self, env: RouterVectorEnv, task: RolloutTask) -> None:
+        self.env, self.task = env, task
+        self.params = pack(task.config, task.tensors)
+        self.rng = generator(task.seed, "choices")
+        n, replicas = env.num_envs, env.core.replicas
+        self.memory = np.zeros((n, task.config.memory), np.float32)
+        self.logits = np.zeros((n, replicas), np.float32)
+        self.prior = np.zeros((n, replicas), np.float32)
+        self.starts = np.ones(n, np.bool_)
+        self.has_prior = bool(task.config.prior)
+        self.rows = np.arange(n)
+
+    def step(self) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
+        """Play one decision of every cluster: action, log-probability, reward, ended, info [n]."""
+        out = self.env.core.step_out
+        if self.has_prior:
+            fill_priors(self.env.core.fleet, self.params, self.prior)
+        self.memory[self.starts] = 0.0
+        forward_many(
+            self.params,
+            out.replica_obs,
+            out.request_obs,
+            out.mask,
+            self.prior,
+            self.memory,
+            self.logits,
+        )
+        policy = behaviour(self.logits, out.mask, self.task.temperature, self.task.epsilon)
+        action = sample(policy, self.rng.random(len(policy)))
+        log_prob = np.log(policy[self.rows, action])
+        _, reward, _, ended, info = self.env.step(action)
+        self.starts = ended
+        return action, log_prob, reward, ended, info
+
+    def record(self) -> Rollout:
+        """Play and write down."""
+        task, out = self.task, self.env.core.step_out
+        steps, n, replicas = task.decisions, *self.logits.shape
+        replica_obs = np.empty((steps, n, replicas, N_REPLICA_FEATURES), np.float32)
+        request_obs = np.empty((steps, n, N_REQUEST_FEATURES), np.float32)
+        mask = np.empty((steps, n, replicas), np.bool_)
+        prior = np.empty((steps, n, replicas), np.float32) if self.has_prior else None
+        action = np.empty((steps, n), np.int64)
+        log_prob = np.empty((steps, n), np.float32)
+        reward, elapsed_s = np.empty((steps, n)), np.empty((steps, n))
+        starts = np.empty((steps, n), np.bool_)
+        memory = np.empty((steps // task.chunk, n, task.config.memory), np.float32)
+        ends, told = _EndsList(), Told(self.env.core.reward)
+        for t in range(steps):
+            replica_obs[t], request_obs[t], mask[t] = out.replica_obs, out.request_obs, out.mask
+            starts[t] = self.starts
+            if t % task.chunk == 0:
+                memory[t // task.chunk] = self.memory
+            action[t], log_prob[t], reward[t], ended, info = self.step()
+            if prior is not None:
+                prior[t] = self.prior
+            elapsed_s[t] = info["elapsed_s"]
+            told.add()
+            if ended.any():
+                which = np.flatnonzero(ended)
+                ends.add(t, which, info["final_obs"], self.memory)
+        which = np.flatnonzero(~self.starts)
+        ends.add(steps - 1, which, self.env.core.observation(), self.memory)
+        playing = [episode.scenario.name for episode in self.env.core.playing if episode]
+        return Rollout(
+            replica_obs,
+            request_obs,
+            mask,
+            prior,
+            action,
+            log_prob,
+            reward,
+            elapsed_s,
+            starts,
+            memory,
+            ends.joined(),
+            task.chunk,
+            task.group,
+            tuple(playing),
+            told.figures(),
+            np.bincount(action.ravel(), minlength=replicas) / action.size,
+            moments(replica_obs.reshape(-1, N_REPLICA_FEATURES), mask.ravel()),
+            moments(request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(action.size, np.bool_)),
+        )
+
+
+def by_size(rollout: Rollout) -> list[Rollout]:
+    """Split a roll-out by the size of its clusters, without the padding; groups stay together.
+
+    Nothing is copied if all clusters fill their places. Figures stay those of the whole.
+    """
+    places, ends = rollout.mask.shape[2], rollout.ends
+    used = np.asarray(rollout.mask.any(axis=0))
+    np.logical_or.at(used, ends.cluster, ends.mask)
+    by_group = np.asarray(used.reshape(-1, rollout.group, places).any(axis=1))
+    sizes = np.repeat((by_group * np.arange(1, places + 1)).max(axis=1), rollout.group)
+    if (sizes == places).all():
+        return [rollout]
+    parts = []
+    for n in np.unique(sizes):
+        which = np.flatnonzero(sizes == n)
+        ended = np.isin(ends.cluster, which)
+        parts.append(
+            replace(
+                rollout,
+                **{name: getattr(rollout, name)[:, which] for name in PER_CLUSTER},
+                replica_obs=rollout.replica_obs[:, which, :n],
+                mask=rollout.mask[:, which, :n],
+                prior=None if rollout.prior is None else rollout.prior[:, which, :n],
+                ends=Ends(
+                    ends.step[ended],
+                    np.searchsorted(which, ends.cluster[ended]),
+                    ends.replica_obs[ended, :n],
+                    ends.request_obs[ended],
+                    ends.mask[ended, :n],
+                    ends.memory[ended],
+                ),
+                names=tuple(rollout.names[c] for c in which) if rollout.names else (),
+            )
+        )
+    return parts
+
+
+# ---- choices ------------------------------------------------------------------------------------
+
+
+def behaviour(logits: F32, mask: Bools, temperature: float = 1.0, epsilon: float = 0.0) -> F64:
+    """Return the probabilities [B, n] that choices are drawn from; 0 where ``mask`` is false.
+
+    softmax(logits / temperature) with a share ``epsilon`` of the uniform distribution over what
+    can be chosen. The learner computes the same (ppo.log_behaviour).
+    """
+    scaled = logits.astype(np.float64) / temperature
+    weights = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+    policy = weights / weights.sum(axis=1, keepdims=True)
+    if epsilon > 0:
+        policy = (1 - epsilon) * policy + epsilon * mask / mask.sum(axis=1, keepdims=True)
+    return np.asarray(policy)
+
+
+def sample(policy: F64, uniform: F64) -> Ints:
+    """Return choices [B] by probabilities [B, n] and random numbers [B] in [0, 1)."""
+    sums = policy.cumsum(axis=1)
+    # Rounding must not lead beyond the last replica that has a probability.
+    chosen = (uniform * sums[:, -1] >= sums.T).sum(axis=0)
+    return np.asarray(chosen)
+
+
+def _fill_priors(fleet: Any, params: Any, out: Any) -> None:
+    """Fill ``out`` [C, N] with the standardised scores of the prior; 0 beyond the last replica."""
+    for c in range(out.shape[0]):
+        n = fleet.clusters[c]["n_replicas"]
+        view = View(
+            fleet.requests_view[c], fleet.replicas_view[c, :n], fleet.costs[c, :n], fleet.router[c]
+        )
+        prior_scores(view, params, out[c, :n])
+        for i in range(n, out.shape[1]):
+            out[c, i] = 0.0
+
+
+fill_priors: Any = jit(_fill_priors)
+
+
+# ---- book-keeping -------------------------------------------------------------------------------
+
+
+class _EndsList:
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[Any], ...]] = []
+
+    def add(self, t: int, which: Ints, obs: Mapping[str, Any], memory: F32) -> None:
+        arrays = (obs["replicas"], obs["request"], obs["mask"].astype(np.bool_), memory)
+        self._parts.append((np.full(len(which), t), which, *(array[which] for array in arrays)))
+
+    def joined(self) -> Ends:
+        return Ends(*(np.concatenate(parts) for parts in zip(*self._parts, strict=True)))
+
+
+class Told:
+    """Sums of what a reward tells of every step."""
+
+    def __init__(self, reward: Reward) -> None:
+        self._reward = reward
+        self._sums: dict[str, Any] = {}
+        self._raw: list[F64] = []
+        self._at_bound: list[float] = []
+
+    def add(self) -> None:
+        """Take the last step in."""
+        for name, values in self._reward.terms.items():
+            self._sums[name] = self._sums.get(name, 0.0) + values
+        self._raw.append(self._reward.raw)
+        self._at_bound.append(self._reward.share_at_bound())
+
+    def figures(self) -> dict[str, float]:
+        """Return their means; see Rollout.figures."""
+        raw = np.concatenate(self._raw)
+        steps = len(self._raw)
+        return {
+            **{f"terms/{name}": float(total.mean()) / steps for name, total in self._sums.items()},
+            "raw_reward": float(raw.mean()),
+            "raw_reward_deviation": float(raw.std()),
+            "share_at_bound": float(np.mean(self._at_bound)),
+        }
+
+
+def moments(values: NDArray[np.float32], mask: Bools) -> F64:
+    """Mean and deviation [2, k] of the rows [K, k] where ``mask`` [K] is true."""
+    sums = np.zeros((2, values.shape[1]))
+    add_up(values, mask, sums)
+    mean, square = sums / max(1, int(mask.sum()))
+    return np.stack([mean, np.sqrt(np.maximum(square - mean**2, 0.0))])
+
+
+def _add_up(values: Any, mask: Any, sums: Any) -> None:
+    for i in range(values.shape[0]):
+        if mask[i]:
+            for k in range(values.shape[1]):
+                value = np.float64(values[i, k])
+                sums[0, k] += value
+                sums[1, k] += value * value
+
+
+add_up: Any = jit(_add_up)

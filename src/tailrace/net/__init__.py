@@ -1,0 +1,1 @@
+"""HTTP/1.1: message heads, body framing, server and client connections."""

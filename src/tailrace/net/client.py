@@ -1,0 +1,407 @@
+"""Connections to one backend: a pool, one exchange at a time per connection.
+
+No coroutine stands between a request and its answer: a connection calls its sink as bytes arrive.
+"""
+
+import asyncio
+import ssl
+import time
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from tailrace.net.framing import BodyReader, BrokenMessageError, CloseReader, reader_for
+from tailrace.net.head_cache import Responses, length_in
+from tailrace.net.heads import RequestHead, ResponseHead, upstream_head
+from tailrace.router.settings import BackendSettings, LimitSettings
+
+#: vLLM closes a connection that is idle for 5 s; one that is nearly that old is not used again.
+IDLE_S = 4.0
+#: Idle connections kept per backend.
+MAX_IDLE = 256
+#: Largest head of an answer, in bytes.
+MAX_HEAD_BYTES = 65_536
+#: Bodies below this are put into one write with their head, in bytes.
+JOIN_BYTES = 16_384
+#: Largest answer to the router's own questions (metrics, tokenizer, probes), in bytes.
+MAX_FETCH_BYTES = 16 * 2**20
+
+
+class Sink(Protocol):
+    """Who waits for an answer. Exactly one of ``body(done=True)`` and ``failed`` ends it."""
+
+    def connected(self, connection: "UpstreamConnection") -> bool:
+        """A connection is there; False: not wanted any more."""
+
+    def failed(self, why: str, *, connecting: bool) -> None:
+        """There will be no answer, or no more of it."""
+
+    def head(self, head: ResponseHead) -> None:
+        """The head of the answer; ``body`` follows in the same turn."""
+
+    def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
+        """Bytes as they came, framing included, and what they mean."""
+
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        """An answer of known length that came in one piece: ``head`` and ``body`` in one.
+
+        The length that the head tells may be another's.
+        """
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """A connection to a backend, idle or with one exchange on it."""
+
+    __slots__ = ("_head_bytes", "_keep", "_method", "_reader", "idle_since", "pool", "reader",
+                 "reused", "sink", "transport")  # fmt: skip
+
+    def __init__(self, pool: "Pool") -> None:
+        self.pool = pool
+        self.transport: asyncio.Transport | None = None
+        self.sink: Sink | None = None
+        self.reader: BodyReader | None = None
+        """Of the answer under way; None before its head is there."""
+        self.reused = False
+        """Whether it has served a request before the present one."""
+        self.idle_since = 0.0
+        self._head_bytes = b""
+        self._method = b""
+        self._keep = False
+
+    # Called by whoever holds the connection.
+
+    def send(self, sink: Sink, method: bytes, head: bytes, body: bytes) -> None:
+        """Send a request; the answer goes to the sink."""
+        transport = self.transport
+        assert transport is not None
+        self.sink = sink
+        self._method = method
+        self.reader = None
+        if len(body) < JOIN_BYTES:
+            transport.write(head + body if body else head)
+        else:
+            transport.writelines((head, body))
+
+    def abort(self) -> None:
+        """Break off: the exchange is no longer wanted, and the backend shall notice."""
+        self.sink = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    def pause(self) -> None:
+        """Stop reading: the client is slower than the backend."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Go on reading."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+
+    def data_received(self, data: bytes) -> None:
+        """Read an answer; anything unasked for ends the connection."""
+        sink = self.sink
+        if sink is None:
+            self._close()
+            return
+        try:
+            reader = self.reader
+            if reader is None:
+                self._read_head(data, sink)
+                return
+            self._read_body(data, 0, sink, reader)
+        except BrokenMessageError as error:
+            self._fail(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the sink, unless the end of the connection is the end of the answer."""
+        self.transport = None
+        self.pool.lost(self)
+        sink = self.sink
+        if sink is None:
+            return
+        self.sink = None
+        if exc is None and isinstance(self.reader, CloseReader):
+            sink.body(b"", [], True)
+            return
+        sink.failed("the connection was closed by the backend", connecting=False)
+
+    def _read_head(self, data: bytes, sink: Sink) -> None:
+        last = self.pool.heads.last
+        if self._head_bytes:
+            data = self._head_bytes + data
+        elif last is not None and self._method != b"HEAD":
+            # Most answers of a server have the head of the one before.
+            end, length = length_in(data, last[0], last[1])
+            if end and len(data) == end + length:
+                self._keep = last[2].keep_alive
+                self.sink = None
+                self._give_back(more=False)
+                sink.whole(last[2], data[end:])
+                return
+        while True:
+            end = data.find(b"\r\n\r\n") + 4
+            if end < 4 or end > MAX_HEAD_BYTES:
+                if len(data) > MAX_HEAD_BYTES:
+                    raise BrokenMessageError("the head of the answer is too long")
+                self._head_bytes = data
+                return
+            head = self.pool.heads.read(data[:end], self._method)
+            if head.status >= 200:
+                break
+            data = data[end:]  # 100 Continue and the like: the answer is still to come
+        self._head_bytes = b""
+        self._keep = head.keep_alive
+        framing = head.framing
+        if framing.kind == "length" and len(data) - end == framing.length:
+            self.sink = None
+            self._give_back(more=False)
+            sink.whole(head, data[end:])
+            return
+        self.reader = reader = reader_for(framing)
+        sink.head(head)
+        if self.sink is not sink:
+            return  # not wanted: another replica is tried
+        if reader.done:
+            self._done(b"", [], len(data) > end, sink)
+        elif len(data) > end:
+            self._read_body(data, end, sink, reader)
+        else:
+            sink.body(b"", [], False)
+
+    def _read_body(self, data: bytes, start: int, sink: Sink, reader: BodyReader) -> None:
+        end, parts = reader.feed(data, start)
+        if reader.done:
+            self._done(data[start:end], parts, end < len(data), sink)
+        else:
+            sink.body(data[start:] if start else data, parts, False)
+
+    def _done(self, raw: bytes, parts: list[bytes], more: bool, sink: Sink) -> None:
+        """Give the connection back before the sink hears, which may want it at once."""
+        self.sink = None
+        self._give_back(more=more)
+        sink.body(raw, parts, True)
+
+    def _give_back(self, *, more: bool) -> None:
+        """The exchange is complete; ``more``: there are bytes that nobody asked for."""
+        transport = self.transport
+        if (
+            self._keep
+            and not more
+            and transport is not None
+            and not transport.is_closing()
+            and transport.get_write_buffer_size() == 0
+        ):
+            self.pool.release(self)
+        else:
+            self._close()
+
+    def _fail(self, why: str) -> None:
+        sink, self.sink = self.sink, None
+        if self.transport is not None:
+            self.transport.abort()
+        if sink is not None:
+            sink.failed(why, connecting=False)
+
+    def _close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+
+@dataclass(slots=True)
+class Response:
+    """Answer to one of the router's own questions."""
+
+    status: int
+    headers: dict[bytes, bytes]
+    body: bytes
+
+
+class FetchError(OSError):
+    """One of the router's own questions was not answered."""
+
+    def __init__(self, why: str, *, connecting: bool = False, late: bool = False) -> None:
+        super().__init__(why)
+        self.connecting = connecting
+        """Nobody listens there."""
+        self.late = late
+        """There was no answer in time."""
+
+
+class _Fetch:
+    """Collects an answer for :meth:`Pool.fetch`."""
+
+    def __init__(self, future: "asyncio.Future[Response]", send: tuple[bytes, bytes, bytes]):
+        self._future = future
+        self._send = send
+        self._head: ResponseHead | None = None
+        self._parts: list[bytes] = []
+        self._bytes = 0
+        self.connection: UpstreamConnection | None = None
+
+    def connected(self, connection: UpstreamConnection) -> bool:
+        if self._future.done():
+            return False
+        self.connection = connection
+        connection.send(self, *self._send)
+        return True
+
+    def failed(self, why: str, *, connecting: bool) -> None:
+        if not self._future.done():
+            self._future.set_exception(FetchError(why, connecting=connecting))
+
+    def head(self, head: ResponseHead) -> None:
+        self._head = head
+
+    def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
+        del raw
+        self._parts += parts
+        self._bytes += sum(map(len, parts))
+        assert self._head is not None
+        if self._bytes > MAX_FETCH_BYTES:
+            if self.connection is not None:
+                self.connection.abort()
+            self.failed("the answer is too long", connecting=False)
+        elif done and not self._future.done():
+            head = self._head
+            self._future.set_result(Response(head.status, head.lower, b"".join(self._parts)))
+
+    def whole(self, head: ResponseHead, body: bytes) -> None:
+        self._head = head
+        self.body(body, [body], True)
+
+
+class Pool:
+    """All connections to one backend."""
+
+    def __init__(self, backend: BackendSettings, limits: LimitSettings) -> None:
+        self.backend = backend
+        self.heads = Responses()
+        self._limits = limits
+        self._idle: list[UpstreamConnection] = []
+        self._open: set[UpstreamConnection] = set()
+        self._connecting: set[asyncio.Task[None]] = set()
+        self._ssl = ssl.create_default_context() if backend.tls else None
+        host = f"[{backend.host}]" if ":" in backend.host else backend.host
+        self._host = f"{host}:{backend.port}".encode()
+        self._prefix = backend.prefix.encode()
+        key = backend.api_key()
+        self._authorization = f"Bearer {key}".encode() if key else None
+        self._closed = False
+
+    @property
+    def open(self) -> int:
+        """Connections there are, idle ones included."""
+        return len(self._open)
+
+    def request_head(self, request: RequestHead, body_bytes: int, request_id: bytes) -> bytes:
+        """Build the head that goes to this backend."""
+        return upstream_head(
+            request, self._host, self._prefix, body_bytes, request_id, self._authorization
+        )
+
+    def acquire(self, sink: Sink, *, fresh: bool = False) -> UpstreamConnection | None:
+        """Return an idle connection, or None: the sink's ``connected`` or ``failed`` is called.
+
+        ``fresh``: a new one in any case.
+        """
+        now = time.monotonic()
+        while self._idle and not fresh:
+            connection = self._idle.pop()
+            if now - connection.idle_since < IDLE_S and connection.transport is not None:
+                connection.reused = True
+                return connection
+            connection._close()
+        task = asyncio.get_running_loop().create_task(self._connect(sink))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
+        return None
+
+    def release(self, connection: UpstreamConnection) -> None:
+        """Take back a connection whose exchange is complete."""
+        if self._closed or len(self._idle) >= MAX_IDLE:
+            connection._close()
+            return
+        connection.idle_since = time.monotonic()
+        self._idle.append(connection)
+
+    def lost(self, connection: UpstreamConnection) -> None:
+        """Forget a connection that has ended."""
+        self._open.discard(connection)
+        if connection.sink is None and connection in self._idle:
+            self._idle.remove(connection)
+
+    def sweep(self, now: float) -> None:
+        """Close connections that have been idle for too long."""
+        old = [c for c in self._idle if now - c.idle_since >= IDLE_S]
+        for connection in old:
+            self._idle.remove(connection)
+            connection._close()
+
+    def close(self) -> None:
+        """Close idle connections now, and the others when their exchanges end."""
+        self._closed = True
+        for connection in self._idle:
+            connection._close()
+        self._idle.clear()
+
+    def abort(self) -> None:
+        """Close everything at once."""
+        self.close()
+        for task in tuple(self._connecting):
+            task.cancel()
+        for connection in tuple(self._open):
+            connection.abort()
+
+    async def fetch(
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str] | None = None,
+        body: bytes = b"",
+        timeout_s: float = 5.0,
+    ) -> Response:
+        """Ask the backend something on the router's own behalf; raise ``FetchError``."""
+        request = RequestHead()
+        request.method, request.target = method.encode(), path.encode()
+        request.headers = [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
+        request.lower = {k.lower(): v for k, v in request.headers}
+        head = self.request_head(request, len(body), b"tailrace")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Response] = loop.create_future()
+        fetch = _Fetch(future, (request.method, head, body))
+        # A probe must not fail because an idle connection was just being closed.
+        connection = self.acquire(fetch, fresh=True)
+        if connection is not None:
+            fetch.connected(connection)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            raise FetchError(f"no answer within {timeout_s:g} s", late=True) from None
+        finally:
+            if fetch.connection is not None and fetch.connection.sink is fetch:
+                fetch.connection.abort()
+
+    async def _connect(self, sink: Sink) -> None:
+        loop = asyncio.get_running_loop()
+        backend = self.backend
+        try:
+            async with asyncio.timeout(self._limits.connect_s):
+                _, connection = await loop.create_connection(
+                    lambda: UpstreamConnection(self), backend.host, backend.port, ssl=self._ssl
+                )
+        except TimeoutError:
+            sink.failed(f"no connection within {self._limits.connect_s:g} s", connecting=True)
+            return
+        except OSError as error:
+            sink.failed(f"cannot connect: {error.strerror or error}", connecting=True)
+            return
+        self._open.add(connection)
+        if not sink.connected(connection):
+            self.release(connection)

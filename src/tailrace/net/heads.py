@@ -1,0 +1,374 @@
+"""Heads of HTTP/1.1 messages: strict reading, hop-by-hop headers, refusals, building.
+
+httptools reads heads. Where a body ends is decided in ``framing.py`` and nowhere else: a head goes
+to the parser alone, and the bytes behind it are measured there.
+"""
+
+from collections.abc import Iterable
+
+import httptools
+
+from tailrace.net.framing import BrokenMessageError, Framing
+
+Header = tuple[bytes, bytes]
+
+#: Meant for one connection, not for the message (RFC 9110 7.6.1), in lower case.
+HOP_BY_HOP = frozenset(
+    (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
+     b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings")
+)  # fmt: skip
+#: Request headers we set ourselves.
+_OURS = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
+_ROUTER_HEADERS = b"x-tailrace-"
+_NO_BODY_STATUSES = frozenset((204, 205, 304))
+
+REASONS = {
+    200: b"OK", 202: b"Accepted", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden",
+    404: b"Not Found", 405: b"Method Not Allowed", 408: b"Request Timeout",
+    413: b"Content Too Large", 417: b"Expectation Failed", 429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    500: b"Internal Server Error", 501: b"Not Implemented", 502: b"Bad Gateway",
+    503: b"Service Unavailable", 504: b"Gateway Timeout", 505: b"HTTP Version Not Supported",
+}  # fmt: skip
+
+
+class RefusedError(Exception):
+    """A request we do not accept: the status to answer with, and why, in a sentence."""
+
+    def __init__(self, status: int, why: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.why = why
+
+
+class RequestHead:
+    """Head of a request, as the client sent it."""
+
+    __slots__ = ("_passed", "chunked", "expects_continue", "headers", "http10", "keep_alive",
+                 "length", "lower", "method", "path", "sized", "target")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.method = b""
+        self.target = b""
+        self.headers: list[Header] = []
+        """As sent, in order."""
+        self.lower: dict[bytes, bytes] = {}
+        """By lower-case name; the first of several wins."""
+        self.http10 = False
+        self.keep_alive = True
+        self.length = 0
+        """Bytes of the body; of no meaning if chunked."""
+        self.chunked = False
+        self.expects_continue = False
+        self.path = b""
+        """Target without its query."""
+        self.sized = False
+        """Whether the client gave the body's length or sent it in chunks."""
+        self._passed: dict[bool, bytes] = {}
+
+    def passed(self, *, authorization: bool) -> bytes:
+        """Return the header lines that a backend gets, each with CRLF before it."""
+        lines = self._passed.get(authorization)
+        if lines is None:
+            lines = self._passed[authorization] = _passed_lines(self, authorization)
+        return lines
+
+    # Called by httptools.
+    def on_url(self, url: bytes) -> None:
+        """Keep the target."""
+        self.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; the same framing header twice is refused."""
+        lower = name.lower()
+        if lower in self.lower:
+            if lower in (b"content-length", b"transfer-encoding", b"host"):
+                raise RefusedError(400, f"several {name.decode('latin-1')} headers")
+        else:
+            self.lower[lower] = value
+        self.headers.append((name, value))
+
+
+def parse_request(head: bytes) -> RequestHead:
+    """Read a request head with its empty line; raise ``RefusedError`` if it is not safe."""
+    request = RequestHead()
+    parser = httptools.HttpRequestParser(request)
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass  # we stay with HTTP/1.1; what follows the head is measured by us in any case
+    except httptools.HttpParserCallbackError as error:
+        if isinstance(error.__context__, RefusedError):
+            raise error.__context__ from None
+        raise RefusedError(400, "malformed request") from None
+    except httptools.HttpParserInvalidMethodError:
+        raise RefusedError(501, "unknown method") from None
+    except httptools.HttpParserError as error:
+        raise RefusedError(400, f"malformed request: {str(error)[:80]}") from None
+    version = parser.get_http_version()
+    if version not in ("1.1", "1.0"):
+        raise RefusedError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+    request.method = parser.get_method()
+    request.http10 = version == "1.0"
+    lower = request.lower
+    _check_target(request)
+    connection = lower.get(b"connection")
+    if connection is None:
+        request.keep_alive = not request.http10
+    else:
+        tokens = connection_tokens(request.headers)
+        request.keep_alive = b"close" not in tokens and (
+            not request.http10 or b"keep-alive" in tokens
+        )
+    encoding = lower.get(b"transfer-encoding")
+    length = lower.get(b"content-length")
+    if encoding is not None:
+        if length is not None:
+            raise RefusedError(400, "both Content-Length and Transfer-Encoding")
+        if request.http10:
+            raise RefusedError(400, "Transfer-Encoding in HTTP/1.0")
+        if encoding.strip().lower() != b"chunked":
+            raise RefusedError(501, "the only Transfer-Encoding known here is chunked")
+        request.chunked = True
+    elif length is not None:
+        request.length = content_length(length)
+    if not request.http10:
+        if b"host" not in lower:
+            raise RefusedError(400, "no Host header")
+        expect = lower.get(b"expect")
+        if expect is not None:
+            if expect.strip().lower() != b"100-continue":
+                raise RefusedError(417, "the only Expect known here is 100-continue")
+            request.expects_continue = True
+    request.path = request.target.partition(b"?")[0]
+    request.sized = length is not None or request.chunked
+    return request
+
+
+def _check_target(request: RequestHead) -> None:
+    """Accept a path, reduce an absolute address to its path, refuse all else."""
+    target = request.target
+    if request.method == b"CONNECT":
+        raise RefusedError(405, "this is no tunnel: CONNECT is not served")
+    if target[:1] == b"/" or (target == b"*" and request.method == b"OPTIONS"):
+        return
+    scheme, found, rest = target.partition(b"://")
+    if found and scheme.lower() in (b"http", b"https"):
+        # The authority is the client's idea; where a request goes is ours to say.
+        slash = rest.find(b"/")
+        request.target = rest[slash:] if slash >= 0 else b"/"
+        return
+    raise RefusedError(400, "the request target must be a path")
+
+
+def content_length(value: bytes) -> int:
+    """Read a Content-Length, digits only."""
+    if value.isdigit() and len(value) <= 18:
+        return int(value)
+    digits = value.strip(b" \t")
+    if not digits.isdigit() or len(digits) > 18:
+        raise RefusedError(400, "Content-Length is no number")
+    return int(digits)
+
+
+def connection_tokens(headers: Iterable[Header]) -> set[bytes]:
+    """Return what all Connection headers list, in lower case."""
+    tokens: set[bytes] = set()
+    for name, value in headers:
+        if len(name) == 10 and name.lower() == b"connection":
+            tokens.update(token.strip().lower() for token in value.split(b","))
+    tokens.discard(b"")
+    return tokens
+
+
+def is_request_id(value: bytes) -> bool:
+    """Whether a client's request id is one we pass on and log: short, printable, no blanks."""
+    return 0 < len(value) <= 128 and all(33 <= c <= 126 for c in value)
+
+
+def upstream_head(
+    request: RequestHead,
+    backend: bytes,
+    prefix: bytes,
+    body_bytes: int,
+    request_id: bytes,
+    authorization: bytes | None,
+) -> bytes:
+    """Build the head for a backend: its own host, our framing, no hop-by-hop headers."""
+    passed = request.passed(authorization=authorization is None)
+    start = b"%b %b%b HTTP/1.1\r\nhost: %b%b" % (
+        request.method, prefix, request.target, backend, passed,
+    )  # fmt: skip
+    if authorization is not None:
+        start += b"\r\nauthorization: " + authorization
+    if body_bytes or request.sized:
+        return b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+            start, request_id, body_bytes,
+        )  # fmt: skip
+    return b"%b\r\nx-request-id: %b\r\n\r\n" % (start, request_id)
+
+
+def _passed_lines(request: RequestHead, authorization: bool) -> bytes:
+    dropped = HOP_BY_HOP | _OURS
+    if b"connection" in request.lower:
+        named = connection_tokens(request.headers)
+        # What is needed end to end cannot be taken out by naming it in Connection.
+        dropped = dropped | (named - {b"authorization", b"content-type", b"accept"})
+    if not authorization:
+        dropped = dropped | {b"authorization"}
+    return b"".join(
+        b"\r\n%b: %b" % (name, value)
+        for name, value in request.headers
+        if name.lower() not in dropped
+    )
+
+
+class ResponseHead:
+    """Head of a backend's answer."""
+
+    __slots__ = ("_passed", "content_type", "framing", "headers", "http10", "keep_alive", "lower",
+                 "reason", "status")  # fmt: skip
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.reason = b""
+        self.headers: list[Header] = []
+        self.lower: dict[bytes, bytes] = {}
+        self.keep_alive = True
+        self.http10 = False
+        self.framing = Framing("none")
+        self.content_type = b""
+        self._passed: bytes | None = None
+
+    def of_length(self, length: int) -> "ResponseHead":
+        """Return the same head of an answer of another length."""
+        other = ResponseHead.__new__(ResponseHead)
+        other.status, other.reason = self.status, self.reason
+        other.headers, other.lower = self.headers, self.lower
+        other.keep_alive, other.http10 = self.keep_alive, self.http10
+        other.framing = Framing("length", length)
+        other.content_type = self.content_type
+        other._passed = self.passed()
+        return other
+
+    def passed(self) -> bytes:
+        """Return the start line and the lines the client gets, without Content-Length."""
+        lines = self._passed
+        if lines is None:
+            lines = self._passed = _passed_answer(self)
+        return lines
+
+    # Called by httptools.
+    def on_status(self, reason: bytes) -> None:
+        """Keep the reason."""
+        self.reason += reason
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header."""
+        lower = name.lower()
+        if lower in self.lower and lower in (b"content-length", b"transfer-encoding"):
+            raise BrokenMessageError(f"several {lower.decode('latin-1')} headers")
+        self.lower[lower] = value
+        self.headers.append((name, value))
+
+
+def parse_response(head: bytes, method: bytes) -> ResponseHead:
+    """Read the head of an answer to ``method``; raise ``BrokenMessageError`` if it is odd."""
+    response = ResponseHead()
+    parser = httptools.HttpResponseParser(response)
+    try:
+        parser.feed_data(head)
+    except httptools.HttpParserUpgrade:
+        pass
+    except httptools.HttpParserError as error:
+        raise BrokenMessageError(f"malformed answer: {str(error)[:80]}") from None
+    response.status = status = parser.get_status_code()
+    lower = response.lower
+    response.http10 = parser.get_http_version() != "1.1"
+    tokens = connection_tokens(response.headers) if b"connection" in lower else ()
+    response.keep_alive = b"keep-alive" in tokens if response.http10 else b"close" not in tokens
+    response.content_type = lower.get(b"content-type", b"")
+    if status == 101:
+        raise BrokenMessageError("switched protocols, which nobody had asked for")
+    encoding = lower.get(b"transfer-encoding")
+    length = lower.get(b"content-length")
+    if encoding is not None and length is not None:
+        raise BrokenMessageError("both Content-Length and Transfer-Encoding")
+    if method == b"HEAD" or status in _NO_BODY_STATUSES or status < 200:
+        response.framing = Framing("none")
+    elif encoding is not None:
+        if encoding.strip().lower() != b"chunked":
+            raise BrokenMessageError("unknown Transfer-Encoding")
+        response.framing = Framing("chunked")
+    elif length is not None:
+        try:
+            response.framing = Framing("length", content_length(length))
+        except RefusedError as error:
+            raise BrokenMessageError(error.why) from None
+    else:
+        response.framing = Framing("close")
+        response.keep_alive = False
+    return response
+
+
+def client_head(
+    response: ResponseHead,
+    *,
+    chunked: bool,
+    keep_alive: bool,
+    http10: bool,
+    extra: bytes,
+) -> bytes:
+    """Build the head for the client; ``extra`` are whole header lines, each ended by CRLF.
+
+    ``chunked``: the body that follows is framed in chunks.
+    """
+    out = response.passed()
+    length = response.lower.get(b"content-length")
+    if length is not None:
+        # A 304 or the answer to HEAD has no body but says how long it would be.
+        framing = response.framing
+        told = b"%d" % framing.length if framing.kind == "length" else length
+        out += b"content-length: %b\r\n" % told
+    if chunked:
+        out += b"transfer-encoding: chunked\r\n"
+    if not keep_alive:
+        out += b"connection: close\r\n"
+    elif http10:
+        out += b"connection: keep-alive\r\n"
+    return b"%b%b\r\n" % (out, extra)
+
+
+def _passed_answer(response: ResponseHead) -> bytes:
+    status = response.status
+    dropped = HOP_BY_HOP | {b"x-request-id", b"content-length"}
+    if b"connection" in response.lower:
+        dropped = dropped | connection_tokens(response.headers) - {b"content-type"}
+    reason = response.reason or REASONS.get(status, b"")
+    return b"HTTP/1.1 %d %b\r\n" % (status, reason) + b"".join(
+        b"%b: %b\r\n" % (name, value)
+        for name, value in response.headers
+        if name.lower() not in dropped and not name.lower().startswith(_ROUTER_HEADERS)
+    )
+
+
+def answer(
+    status: int,
+    body: bytes,
+    *,
+    content_type: bytes = b"application/json",
+    keep_alive: bool = True,
+    http10: bool = False,
+    head_only: bool = False,
+    extra: bytes = b"",
+) -> bytes:
+    """Build a whole answer of our own; ``extra`` are header lines, each ended by CRLF."""
+    connection = b""
+    if not keep_alive:
+        connection = b"connection: close\r\n"
+    elif http10:
+        connection = b"connection: keep-alive\r\n"
+    return b"HTTP/1.1 %d %b\r\ncontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b" % (
+        status, REASONS.get(status, b""), content_type, len(body), connection, extra,
+        b"" if head_only else body,
+    )  # fmt: skip

@@ -1,0 +1,368 @@
+"""The client's side: reads requests from a connection one by one, and writes answers.
+
+A connection has at most one request under way. What a client sends meanwhile waits in a small
+buffer, and then in the client. Time limits are checked by :meth:`ClientConnection.check`, which
+somebody calls a few times per second for all connections: that is cheaper than a timer each.
+"""
+
+import asyncio
+import logging
+from typing import Protocol, cast
+
+import orjson
+
+from tailrace.net.framing import BodyReader, BrokenMessageError, ChunkedReader, LengthReader
+from tailrace.net.head_cache import Requests, length_in
+from tailrace.net.heads import RefusedError, RequestHead, answer
+from tailrace.router.settings import LimitSettings
+
+#: What a client may send ahead of its answers, in bytes.
+AHEAD_BYTES = 65_536
+#: How long a refused client's further bytes are thrown away, so that it can read why, in s.
+LINGER_S = 2.0
+
+_log = logging.getLogger("tailrace.router")
+
+
+class Request:
+    """A request that has arrived completely."""
+
+    __slots__ = ("body", "client", "head", "path")
+
+    def __init__(self, head: RequestHead, body: bytes, client: "ClientConnection") -> None:
+        self.head = head
+        self.body = body
+        self.client = client
+        self.path = head.path
+        """Target without its query."""
+
+
+class Work(Protocol):
+    """A request under way, as its connection sees it."""
+
+    def client_gone(self) -> None:
+        """Nobody waits for the answer any more."""
+
+    def client_slow(self) -> None:
+        """Stop writing until ``client_ready``."""
+
+    def client_ready(self) -> None:
+        """Go on writing."""
+
+
+class Service(Protocol):
+    """What a listener needs from whoever answers."""
+
+    limits: LimitSettings
+    heads: Requests
+    now: float
+    """Coarse clock, s."""
+
+    def opened(self, client: "ClientConnection") -> bool:
+        """A client has connected; False: there are too many."""
+
+    def closed(self, client: "ClientConnection") -> None:
+        """A client's connection has ended."""
+
+    def handle(self, request: Request) -> Work | None:
+        """Begin with a request; None: it is answered already."""
+
+    def refused(self, status: int, why: str) -> None:
+        """Count a request that was not accepted."""
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection of a client."""
+
+    __slots__ = ("_ahead", "_body_bytes", "_closing", "_deadline", "_head", "_last", "_parts",
+                 "_reader", "_reading", "_service", "_stalled_at", "_transport", "_work",
+                 "busy")  # fmt: skip
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._transport: asyncio.Transport | None = None
+        self._work: Work | None = None
+        self.busy = False
+        """Whether a request is under way."""
+        self._ahead = b""
+        self._head: RequestHead | None = None
+        self._last: tuple[bytes, bytes, RequestHead] | None = None  # what it sent before
+        self._reader: BodyReader | None = None
+        self._parts: list[bytes] = []
+        self._body_bytes = 0
+        self._reading = False
+        self._closing = False
+        self._stalled_at = 0.0
+        self._deadline = 0.0
+
+    # Called by whoever answers.
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody is there to write to."""
+        return self._transport is None or self._transport.is_closing()
+
+    def write(self, data: bytes) -> None:
+        """Write a part of the answer."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def end(self, *, keep: bool) -> None:
+        """The answer is complete; take the next request, or close."""
+        self.busy = False
+        self._work = None
+        if self._transport is None:
+            return
+        if not keep or self._closing:
+            self._closing = True
+            self._transport.close()
+            return
+        self._deadline = self._service.now + self._service.limits.idle_s
+        if self._ahead and not self._reading:
+            data, self._ahead = self._ahead, b""
+            self._transport.resume_reading()
+            self._read(data)
+
+    def abort(self) -> None:
+        """Cut the connection: the client shall see that its answer is not complete."""
+        self.busy = False
+        self._work = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def give_up(self) -> None:
+        """Break off what is under way and cut the connection."""
+        work = self._work
+        self.abort()
+        if work is not None:
+            work.client_gone()
+
+    def shutdown(self) -> None:
+        """Close as soon as no request is under way."""
+        self._closing = True
+        if not self.busy and self._transport is not None:
+            self._transport.close()
+
+    @property
+    def closing(self) -> bool:
+        """Whether the request under way is the last one here."""
+        return self._closing
+
+    def check(self, now: float) -> None:
+        """Enforce the time limits at ``now`` (s)."""
+        if self._stalled_at:
+            if now - self._stalled_at > self._service.limits.client_stall_s:
+                self.give_up()
+            return
+        if self.busy or now < self._deadline or self._transport is None:
+            return
+        if self._closing or (self._head is None and not self._ahead):
+            self._transport.close()
+        else:
+            self._refuse(408, "the request did not arrive in time")
+
+    # Called by the event loop.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Accept the client, unless there are too many."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        if not self._service.opened(self):
+            self._refuse(503, "too many connections", b"retry-after: 1\r\n")
+            self._transport.close()
+            return
+        self._deadline = self._service.now + self._service.limits.header_s
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Break off what is under way."""
+        del exc
+        self._transport = None
+        self._service.closed(self)
+        work, self._work = self._work, None
+        self.busy = False
+        if work is not None:
+            work.client_gone()
+
+    def data_received(self, data: bytes) -> None:
+        """Read requests."""
+        if self._closing and not self.busy:
+            return  # lingering
+        if self.busy:
+            self._ahead += data
+            if len(self._ahead) > AHEAD_BYTES and self._transport is not None:
+                self._transport.pause_reading()
+            return
+        self._read(data)
+
+    def pause_writing(self) -> None:
+        """The client does not keep up."""
+        self._stalled_at = self._service.now
+        if self._work is not None:
+            self._work.client_slow()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._stalled_at = 0.0
+        if self._work is not None:
+            self._work.client_ready()
+
+    def _read(self, data: bytes) -> None:
+        """Take as many requests from the data as can be begun."""
+        self._reading = True
+        try:
+            while data and not self.busy and not self._closing:
+                reader = self._reader
+                if reader is None:
+                    data = self._read_head(data)
+                    continue
+                end, parts = reader.feed(data)
+                self._take(parts)
+                data = data[end:] if end < len(data) else b""
+                if reader.done:
+                    self._complete()
+        except RefusedError as refused:
+            self._refuse(refused.status, refused.why)
+            return
+        except BrokenMessageError as broken:
+            self._refuse(400, str(broken))
+            return
+        finally:
+            self._reading = False
+        if self.busy:
+            self._ahead = data
+
+    def _read_head(self, data: bytes) -> bytes:
+        """Read a head; return what is behind it, or nothing if it is not complete."""
+        limits = self._service.limits
+        before = len(self._ahead)
+        if self._last is not None and not before:
+            # Most heads of a client are the one it sent before.
+            end, length = length_in(data, self._last[0], self._last[1])
+            if 0 < end <= limits.header_bytes:
+                return self._begin(self._last[2], length, data, end)
+        if before:
+            data, self._ahead = self._ahead + data, b""
+        else:
+            self._deadline = self._service.now + limits.header_s
+        while data.startswith(b"\r\n"):
+            data = data[2:]  # some clients end a body with an empty line too many
+            before = 0
+        end = data.find(b"\r\n\r\n", max(0, before - 3)) + 4
+        if end < 4:
+            if len(data) > limits.header_bytes:
+                raise RefusedError(431, "the request head is too long")
+            if b"\n\n" in data or b"\0" in data:
+                raise RefusedError(400, "malformed request")
+            self._ahead = data
+            return b""
+        if end > limits.header_bytes:
+            raise RefusedError(431, "the request head is too long")
+        heads = self._service.heads
+        head, length = heads.read(data[:end])
+        self._last = heads.last
+        return self._begin(head, length, data, end)
+
+    def _begin(self, head: RequestHead, length: int, data: bytes, end: int) -> bytes:
+        """A head is there, and ``data`` from ``end`` on; return what is behind the request if it
+        is there as well, else what there is of its body."""
+        limits = self._service.limits
+        rest = data[end:] if end < len(data) else b""
+        if not head.chunked and len(rest) >= length <= limits.body_bytes:
+            # All of it is here already, as it mostly is.
+            if len(rest) == length:
+                self._dispatch(head, rest)
+                return b""
+            self._dispatch(head, rest[:length])
+            return rest[length:]
+        self._head = head
+        if length > limits.body_bytes:
+            raise RefusedError(413, f"the request body is longer than {limits.body_bytes} bytes")
+        self._reader = ChunkedReader() if head.chunked else LengthReader(length)
+        self._deadline = self._service.now + limits.body_s
+        if head.expects_continue and not rest:
+            self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return rest
+
+    def _take(self, parts: list[bytes]) -> None:
+        limits = self._service.limits
+        for part in parts:
+            self._body_bytes += len(part)
+        if self._body_bytes > limits.body_bytes:
+            raise RefusedError(413, f"the request body is longer than {limits.body_bytes} bytes")
+        self._parts += parts
+        self._deadline = self._service.now + limits.body_s
+
+    def _complete(self) -> None:
+        """The last piece of a request has come."""
+        head, parts = self._head, self._parts
+        assert head is not None
+        self._head = self._reader = None
+        self._parts = []
+        self._body_bytes = 0
+        self._dispatch(head, parts[0] if len(parts) == 1 else b"".join(parts))
+
+    def _dispatch(self, head: RequestHead, body: bytes) -> None:
+        """Hand a request over."""
+        self.busy = True
+        try:
+            work = self._service.handle(Request(head, body, self))
+        except Exception:
+            _log.exception("a request was not handled")
+            self.answer(head, 500, error_body(500, "internal error of the router"), keep=False)
+            return
+        if self.busy:
+            self._work = work
+
+    def answer(
+        self,
+        head: RequestHead,
+        status: int,
+        body: bytes,
+        *,
+        content_type: bytes = b"application/json",
+        extra: bytes = b"",
+        keep: bool = True,
+    ) -> None:
+        """Write a whole answer of our own to the request under way, and end it."""
+        keep = keep and head.keep_alive and not self._closing
+        self.write(
+            answer(
+                status,
+                body,
+                content_type=content_type,
+                keep_alive=keep,
+                http10=head.http10,
+                head_only=head.method == b"HEAD",
+                extra=extra,
+            )
+        )
+        self.end(keep=keep)
+
+    def _refuse(self, status: int, why: str, extra: bytes = b"") -> None:
+        """Say why, and read no more: where this request ends is not known."""
+        self._service.refused(status, why)
+        self._closing = True
+        self._ahead = b""
+        self._parts = []
+        self._head = self._reader = None
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        transport.write(answer(status, error_body(status, why), keep_alive=False, extra=extra))
+        # Closing now, with bytes unread, would make the kernel throw the answer away.
+        if transport.can_write_eof():
+            transport.write_eof()
+        self._deadline = self._service.now + LINGER_S
+
+
+_KINDS = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    413: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
+}  # fmt: skip
+
+
+def error_body(status: int, message: str, code: str | None = None) -> bytes:
+    """Build an error in OpenAI's form."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return orjson.dumps(
+        {"error": {"message": message, "type": kind, "param": None, "code": code or str(status)}}
+    )

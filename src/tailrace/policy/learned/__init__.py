@@ -1,0 +1,1 @@
+"""Learned policies: the observation, the network with and without torch, and policy files."""

@@ -1,0 +1,176 @@
+"""A trained policy as one file ``NAME.tailrace``: safetensors with a JSON description, no pickle.
+
+The description says which features the network was trained on, in order; a file that was made for
+others is refused, and so is one whose content is not what was written (its SHA-256 is inside).
+"""
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as serialise
+
+from tailrace.errors import TailraceError
+from tailrace.files import atomic_path, check_target
+from tailrace.policy.learned.architecture import NetworkConfig, Tensors
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES, Feature
+from tailrace.policy.learned.policy import LearnedPolicy, check_tensors
+
+SUFFIX = ".tailrace"
+FORMAT = 1
+#: The policy that comes with the package.
+SHIPPED = Path(__file__).parents[2] / "policies" / f"tailrace{SUFFIX}"
+_ABOUT, _DIGEST = "tailrace", "sha256"
+
+
+def schema() -> dict[str, list[list[str]]]:
+    """Return name and scaling of every feature a policy of this version sees, in order."""
+    return {"replica": _schema(REPLICA_FEATURES), "request": _schema(REQUEST_FEATURES)}
+
+
+def _schema(features: Sequence[Feature]) -> list[list[str]]:
+    return [[feature.name, feature.scaling] for feature in features]
+
+
+def save(
+    path: Path,
+    config: NetworkConfig,
+    tensors: Tensors,
+    *,
+    training: Mapping[str, Any] | None = None,
+    seeds: Sequence[int] = (),
+    scores: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a policy; an old file stays as it is until the new one is complete.
+
+    ``training`` (settings), ``seeds`` and ``scores`` are kept for the reader; they must be JSON.
+    The same arguments give the same bytes on the same versions.
+    """
+    path = Path(path)
+    check_target(path, (SUFFIX,))
+    check_tensors(config, tensors, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
+    about = {
+        "format": FORMAT,
+        "schema": schema(),
+        "network": config.model_dump(mode="json"),
+        "training": dict(training or {}),
+        "seeds": list(seeds),
+        "scores": dict(scores or {}),
+        "versions": {name: version(name) for name in ("tailrace", "numpy")}
+        | {"python": platform.python_version()},
+    }
+    arrays = {name: np.array(tensors[name], np.float32, order="C") for name in sorted(tensors)}
+    data = serialise(arrays, description(about, arrays))
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def description(about: Mapping[str, Any], tensors: Tensors) -> dict[str, str]:
+    """Return the metadata of a file. One entry: safetensors shuffles several at random."""
+    return {_ABOUT: _text({**about, _DIGEST: _digest(about, tensors)})}
+
+
+def _text(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True)
+
+
+def _digest(about: Mapping[str, Any], tensors: Tensors) -> str:
+    digest = hashlib.sha256(_text(about).encode())
+    for name in sorted(tensors):
+        array = tensors[name]
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def load(path: Path, name: str | None = None) -> LearnedPolicy:
+    """Return the policy of a file, named after it unless another name is given."""
+    path = Path(path)
+    about, tensors = read(path)
+    config = _config(path, about)
+    try:
+        return LearnedPolicy(config, tensors, name or path.stem, about)
+    except TailraceError as error:
+        raise TailraceError(f"cannot use policy {path}: {error}") from None
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+    """Return the description and the tensors of a file, checked for damage and for its schema."""
+    path = Path(path)
+    if not path.is_file():
+        raise TailraceError(f"there is no policy file {path}")
+    try:
+        with safe_open(path, "np") as file:
+            metadata = file.metadata() or {}
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        raise TailraceError(
+            f"{path} is damaged or no policy file: {error}; train it again or restore a copy"
+        ) from None
+    text = metadata.get(_ABOUT)
+    if text is None:
+        raise TailraceError(f"{path} is a safetensors file, but not a Tailrace policy")
+    try:
+        about = json.loads(text)
+        intact = about.pop(_DIGEST) == _digest(about, tensors)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact = False
+    if not intact:
+        raise TailraceError(
+            f"{path} was changed after it was written (its checksum does not match); "
+            "train it again or restore a copy"
+        )
+    if about["format"] != FORMAT:
+        raise TailraceError(
+            f"{path} has format {about['format']}, this version reads format {FORMAT}; "
+            "use the version of Tailrace that wrote it, or train again"
+        )
+    _check_schema(path, about["schema"])
+    return about, tensors
+
+
+def _config(path: Path, about: Mapping[str, Any]) -> NetworkConfig:
+    try:
+        return NetworkConfig.model_validate(about["network"])
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise TailraceError(
+            f"cannot use policy {path}: its network setting '{where}': {first['msg']}"
+        ) from None
+
+
+def _check_schema(path: Path, found: Mapping[str, list[list[str]]]) -> None:
+    for part, expected in schema().items():
+        theirs = found[part]
+        for k in range(max(len(expected), len(theirs))):
+            mine = expected[k] if k < len(expected) else None
+            other = theirs[k] if k < len(theirs) else None
+            if mine != other:
+                raise TailraceError(
+                    f"policy {path} was trained on other observations: {part} feature {k + 1} is "
+                    f"{_shown(other)} there and {_shown(mine)} here; train it again with this "
+                    "version"
+                )
+
+
+def _shown(feature: list[str] | None) -> str:
+    return "missing" if feature is None else f"'{feature[0]}' scaled {feature[1]}"
+
+
+def shipped() -> LearnedPolicy:
+    """Return the policy that comes with the package."""
+    if not SHIPPED.is_file():
+        raise TailraceError(
+            "this installation comes without the trained policy 'tailrace'; make one with "
+            "`tailrace train` and name its file"
+        )
+    return load(SHIPPED)

@@ -1,0 +1,431 @@
+"""What a learned policy sees: every feature with its name, unit, scaling and source.
+
+:func:`observe` makes it of a :class:`~tailrace.view.records.View` alone, so the simulator, the
+Vidur plug-in and the live router show a policy the same numbers. There is a row per replica, made
+alike for all of them and without the replica's number, and one vector for the request and the
+cluster as a whole.
+
+Counts, tokens and seconds are shown as ``log1p(x / unit)``. Where comparing replicas matters, a
+second feature ``NAME_vs_mean`` gives the difference to the mean over the available replicas.
+Everything is finite and within ``+-LIMIT``. The number of features follows from the two tables.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from tailrace.compiled import jit, vectorised
+from tailrace.policy.learned.logarithm import log
+from tailrace.policy.rules import quantities
+from tailrace.policy.rules.predicted import predicted_ttft
+from tailrace.view.cost_model import token_ms
+from tailrace.view.records import HISTORY_S
+
+LIMIT = 10.0
+#: Units of the logarithms: what lies well below one is close to zero.
+TOKENS, SECONDS, TOKENS_PER_S = 64.0, 0.1, 100.0
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One number a learned policy sees."""
+
+    name: str
+    unit: str
+    """Of the quantity before scaling."""
+    scaling: str
+    """How the number is made of the quantity."""
+    source: str
+    """ledger, metrics, prefix index, request, configuration or cost model."""
+    help: str
+    """What it says."""
+
+
+_LOG = "log1p(x)"
+_SIGNED_LOG = "sign(x) log1p(|x|)"
+_LOG_TOKENS = f"log1p(x/{TOKENS:g})"
+_LOG_SECONDS = f"log1p(x/{SECONDS:g})"
+
+#: Of each replica by itself, in the order in which ``_show_replica`` fills them in.
+_OWN = (
+    Feature("queued", "requests", _LOG, "ledger", "sent, no token back yet"),
+    Feature("in_flight", "requests", _LOG, "ledger", "sent, not finished"),
+    Feature("oldest_wait", "s", _LOG_SECONDS, "ledger", "how long the longest queued waits"),
+    Feature("mean_wait", "s", _LOG_SECONDS, "ledger", "how long the queued wait on average"),
+    Feature("queued_tokens", "tokens", _LOG_TOKENS, "ledger", "prompts of the queued"),
+    Feature(
+        "queued_uncached", "tokens", _LOG_TOKENS, "ledger", "the same, less what is thought cached"
+    ),
+    Feature("context", "tokens", _LOG_TOKENS, "ledger", "prompts and answers under way"),
+    Feature(
+        "tokens_to_come",
+        "tokens",
+        _LOG_TOKENS,
+        "ledger",
+        "predicted outputs of those in flight, less what has streamed back",
+    ),
+    Feature(
+        "throughput",
+        "tokens/s",
+        f"log1p(x/{TOKENS_PER_S:g})",
+        "ledger",
+        f"output tokens streamed back, fading with {HISTORY_S:g} s",
+    ),
+    Feature(
+        "recent_work",
+        "tokens",
+        _LOG_TOKENS,
+        "ledger",
+        "uncached prompt tokens sent of late, fading",
+    ),
+    Feature(
+        "trend",
+        "requests",
+        _SIGNED_LOG,
+        "ledger",
+        f"in flight, less its moving average over {HISTORY_S:g} s",
+    ),
+    Feature("kv_used", "share", "x", "metrics", "KV memory held; of the ledger without metrics"),
+    Feature(
+        "waiting",
+        "requests",
+        _LOG,
+        "metrics",
+        "server's queue and what was sent since; queued without metrics",
+    ),
+    Feature("metrics_age", "s", _LOG_SECONDS, "metrics", "age of the snapshot; 0 without metrics"),
+    Feature("has_metrics", "0/1", "x", "metrics", "0: there is none, the ledger stands in for it"),
+    Feature(
+        "kv_free", "share", "clip(x, -1, 1)", "ledger", "KV memory left with the request on board"
+    ),
+    Feature(
+        "slots_left", "share", "clip(x, -1, 1)", "ledger", "batch slots left before the request"
+    ),
+    Feature("cached", "tokens", _LOG_TOKENS, "prefix index", "of the prompt, thought cached here"),
+    Feature("cached_share", "share", "x", "prefix index", "the same as a share of the prompt"),
+    Feature(
+        "uncached", "tokens", _LOG_TOKENS, "prefix index", "of the prompt, to be computed here"
+    ),
+    Feature(
+        "index_fill", "share", "clip(x, -1, 1)", "prefix index", "tokens it knows here / KV memory"
+    ),
+    Feature("is_last", "0/1", "x", "ledger", "the session's previous request went here"),
+    Feature("prefill_s", "s", _LOG_SECONDS, "cost model", "to compute the uncached part alone"),
+    Feature("ttft", "s", _LOG_SECONDS, "cost model", "predicted time to first token here"),
+    Feature("ttft_to_slo", "ratio", "log(x)", "cost model", "the same, as multiple of the target"),
+    Feature("decode", "s", "log1p(x/0.01)", "cost model", "an iteration with all in flight on it"),
+    Feature("speed", "tokens/s", "log(x/10000)", "cost model", "prefill throughput when idle"),
+)
+
+#: Shown against the mean over the available replicas too.
+_COMPARED = (
+    "queued",
+    "in_flight",
+    "oldest_wait",
+    "queued_uncached",
+    "context",
+    "tokens_to_come",
+    "throughput",
+    "recent_work",
+    "kv_used",
+    "waiting",
+    "kv_free",
+    "cached_share",
+    "uncached",
+    "ttft",
+    "decode",
+    "speed",
+)
+
+
+def _column(name: str) -> int:
+    return [feature.name for feature in _OWN].index(name)
+
+
+def _compared(name: str) -> Feature:
+    own = _OWN[_column(name)]
+    return Feature(
+        f"{name}_vs_mean",
+        own.unit,
+        f"{own.scaling}, minus its mean",
+        own.source,
+        f"{own.help}: difference to the mean over the available replicas",
+    )
+
+
+#: Of each replica [F].
+REPLICA_FEATURES = (
+    *_OWN,
+    *(_compared(name) for name in _COMPARED),
+    Feature("ttft_vs_best", "s", f"{_LOG_SECONDS}, minus the least", "cost model", "ttft - least"),
+    Feature(
+        "cached_share_vs_best", "share", "x, minus the largest", "prefix index", "share - largest"
+    ),
+)
+
+#: Of the request and the cluster as a whole [G], in the order in which ``_show_request`` and
+#: ``_show_cluster`` fill them in.
+REQUEST_FEATURES = (
+    Feature("prompt", "tokens", _LOG_TOKENS, "request", "prompt length"),
+    Feature("predicted_output", "tokens", _LOG_TOKENS, "request", "predicted answer length"),
+    Feature("waited", "s", _LOG_SECONDS, "request", "since it arrived, if it could not be sent"),
+    Feature("turn", "requests", _LOG, "request", "turns of its session before it"),
+    Feature("in_session", "0/1", "x", "request", "whether it belongs to a session"),
+    Feature("ttft_slo", "s", "log(x)", "request", "target for the time to first token"),
+    Feature("tpot_slo", "s", "log(x/0.05)", "request", "target for the time per output token"),
+    Feature("replicas", "replicas", _LOG, "configuration", "available ones"),
+    Feature(
+        "arrival_rate",
+        "requests/s",
+        _LOG,
+        "ledger",
+        f"per available replica, fading with {HISTORY_S:g} s",
+    ),
+    Feature("mean_in_flight", "requests", _LOG, "ledger", "mean over the available replicas"),
+    Feature("in_flight_spread", "requests", _LOG, "ledger", "most minus least in flight"),
+    Feature("in_flight_cv", "ratio", "x", "ledger", "coefficient of variation of those in flight"),
+    Feature("mean_uncached", "tokens", _LOG_TOKENS, "ledger", "mean of the queued uncached tokens"),
+    Feature("uncached_cv", "ratio", "x", "ledger", "their coefficient of variation"),
+    Feature("mean_kv_used", "share", "x", "metrics", "mean KV memory held, as kv_used"),
+    Feature("best_ttft", "s", _LOG_SECONDS, "cost model", "least predicted time to first token"),
+    Feature("best_cached_share", "share", "x", "prefix index", "largest cached share"),
+    Feature("cached_replicas", "share", "x", "prefix index", "share with any of it cached"),
+)
+
+N_REPLICA_FEATURES = len(REPLICA_FEATURES)
+N_REQUEST_FEATURES = len(REQUEST_FEATURES)
+
+# Compiled code knows the columns by number.
+_FIRST_COMPARED = len(_OWN)
+_N_COMPARED = len(_COMPARED)
+_SOURCE = np.array([_column(name) for name in _COMPARED], np.int64)
+_BEST = _FIRST_COMPARED + _N_COMPARED
+_TTFT, _CACHED_SHARE, _KV_USED = _column("ttft"), _column("cached_share"), _column("kv_used")
+#: Columns that ``_rescale`` runs over: whole vectors. What lies behind ``_OWN`` is filled in later.
+_WHOLE = -(-len(_OWN) // 16) * 16
+_ZERO, _SMALLEST, _LARGEST = np.float32(0.0), np.float32(1e-30), np.float32(1e30)
+
+
+def _scaling(feature: Feature) -> tuple[bool, bool, float, float]:
+    """Whether it is a logarithm, and signed, of (quantity * per unit + plus)."""
+    if feature.scaling == _SIGNED_LOG:
+        return True, True, 1.0, 1.0
+    found = re.fullmatch(r"log(1p)?\(x(?:/([0-9.]+))?\)", feature.scaling)
+    if found is None:
+        return False, False, 0.0, 1.0
+    return True, False, 1.0 / float(found[2] or 1), 1.0 if found[1] else 0.0
+
+
+_SCALING = [_scaling(feature) for feature in _OWN]
+_SCALING += [(False, False, 0.0, 1.0)] * (_WHOLE - len(_OWN))
+_IS_LOG = np.array([scaling[0] for scaling in _SCALING])
+_IS_SIGNED = np.array([scaling[1] for scaling in _SCALING])
+_PER_UNIT = np.array([scaling[2] for scaling in _SCALING], np.float32)
+_PLUS = np.array([scaling[3] for scaling in _SCALING], np.float32)
+
+
+@jit
+def observe(view, replica_obs, request_obs):
+    """Fill ``replica_obs`` float32 [n, F] and ``request_obs`` float32 [G] from a view.
+
+    The rows of unavailable replicas are filled too, but have no influence on anything else.
+    """
+    last = quantities.usable_last(view)
+    for i in range(view.replicas.size):
+        _show_replica(view, i, i == last, replica_obs[i])
+        _rescale(replica_obs[i])
+    _compare(view.replicas, replica_obs)
+    _show_request(view, request_obs)
+    _show_cluster(view, replica_obs, request_obs)
+    for i in range(view.replicas.size):
+        _bound(replica_obs[i])
+    _bound(request_obs)
+
+
+@jit
+def _show_replica(view, i, is_last, row):
+    """Columns of ``_OWN``."""
+    replica, request = view.replicas[i], view.request
+    now = request["now"]
+    queued, in_flight = replica["queued"], replica["in_flight"]
+    capacity = max(1.0, float(replica["capacity_tokens"]))
+    slots = max(1.0, float(replica["batch_cap"]))
+    has_metrics = quantities.has_metrics(replica)
+    uncached = quantities.uncached(view, i)
+    held = quantities.in_flight_tokens(replica)
+    ttft = predicted_ttft(view, i)
+    # Quantities as they are; ``_rescale`` makes the numbers of them.
+    row[0] = queued
+    row[1] = in_flight
+    row[2] = now - replica["oldest_sent"] if queued > 0 else 0.0
+    mean_sent = replica["queued_since_sum"] / max(1, queued)
+    row[3] = now - mean_sent if queued > 0 else 0.0
+    row[4] = replica["queued_tokens"]
+    row[5] = replica["queued_uncached"]
+    row[6] = replica["context_tokens"]
+    streamed = replica["context_tokens"] - replica["answering_prompts"]
+    row[7] = replica["predicted_tokens"] - streamed
+    watched_s = max(1.0, view.router["watched_s"])
+    row[8] = replica["recent_tokens"] / watched_s
+    row[9] = quantities.recent_work(view, i)
+    row[10] = in_flight - _mean_in_flight(view, i)
+    row[11] = quantities.kv_used(replica)
+    row[12] = quantities.waiting_now(replica)
+    row[13] = now - replica["metrics_at"] if has_metrics else 0.0
+    row[14] = 1.0 if has_metrics else 0.0
+    row[15] = _within((capacity - held - request["prompt_tokens"]) / capacity, 1.0)
+    row[16] = _within((slots - in_flight) / slots, 1.0)
+    row[17] = replica["cached_tokens"]
+    row[18] = quantities.matched_share(view, i)
+    row[19] = uncached
+    row[20] = _within(replica["index_tokens"] / capacity, 1.0)
+    row[21] = 1.0 if is_last else 0.0
+    row[22] = uncached / max(1e-9, replica["prefill_tokens_per_s"])
+    row[23] = ttft
+    row[24] = max(1e-9, ttft) / max(1e-9, request["ttft_slo_s"])
+    row[25] = _decode_s(view, i)
+    row[26] = max(1e-9, replica["prefill_tokens_per_s"])
+
+
+@vectorised
+def _rescale(row):
+    """Make the numbers of ``_OWN`` of the quantities in ``row``, by the schema's scaling.
+
+    It runs over a few columns more than that, so that whole vectors are computed.
+    """
+    for k in range(_WHOLE):
+        x = row[k]
+        size = abs(x) if _IS_SIGNED[k] else max(x, _ZERO)
+        inner = min(max(size * _PER_UNIT[k] + _PLUS[k], _SMALLEST), _LARGEST)
+        number = log(inner)
+        number = -number if _IS_SIGNED[k] and x < _ZERO else number
+        row[k] = number if _IS_LOG[k] else x
+
+
+@jit
+def _mean_in_flight(view, i):
+    """Moving average of the requests in flight on a replica; as now before there is one."""
+    replica, watched_s = view.replicas[i], view.router["watched_s"]
+    if watched_s <= 0.0:
+        return float(replica["in_flight"])
+    return replica["recent_in_flight"] / watched_s
+
+
+@jit
+def _decode_s(view, i):
+    """Seconds of an iteration in which all requests in flight and the one at hand decode."""
+    replica, cost = view.replicas[i], view.costs[i]
+    decodes = min(replica["in_flight"] + 1, replica["batch_cap"])
+    context = min(
+        quantities.in_flight_tokens(replica) + view.request["prompt_tokens"],
+        replica["capacity_tokens"],
+    )
+    ms = token_ms(cost, float(decodes)) + cost["per_context_ms"] * context
+    return ms / replica["speed"] * 1e-3
+
+
+@jit
+def _compare(replicas, replica_obs):
+    """Columns that compare a replica with the available ones."""
+    for k in range(_N_COMPARED):
+        mean = np.float32(_mean(replicas, replica_obs, _SOURCE[k]))
+        for i in range(replicas.size):
+            replica_obs[i, _FIRST_COMPARED + k] = replica_obs[i, _SOURCE[k]] - mean
+    least, largest = _best(replicas, replica_obs)
+    for i in range(replicas.size):
+        replica_obs[i, _BEST] = replica_obs[i, _TTFT] - least
+        replica_obs[i, _BEST + 1] = replica_obs[i, _CACHED_SHARE] - largest
+
+
+@jit
+def _mean(replicas, replica_obs, column):
+    """Mean of a column over the available replicas; 0 without any."""
+    total, count = 0.0, 0
+    for i in range(replicas.size):
+        if replicas[i]["available"] != 0:
+            total += replica_obs[i, column]
+            count += 1
+    return total / max(1, count)
+
+
+@jit
+def _best(replicas, replica_obs):
+    """Least ttft and largest cached share, as shown, over the available; 0 without any."""
+    least, largest, any_available = np.inf, 0.0, False
+    for i in range(replicas.size):
+        if replicas[i]["available"] != 0:
+            any_available = True
+            least = min(least, replica_obs[i, _TTFT])
+            largest = max(largest, replica_obs[i, _CACHED_SHARE])
+    return (least if any_available else 0.0), largest
+
+
+@jit
+def _show_request(view, out):
+    """The first columns of REQUEST_FEATURES."""
+    request = view.request
+    out[0] = _log(request["prompt_tokens"], TOKENS)
+    out[1] = _log(request["predicted_output"], TOKENS)
+    out[2] = _log(request["now"] - request["arrived_at"], SECONDS)
+    out[3] = _log(request["turn"], 1.0)
+    out[4] = 1.0 if request["session"] >= 0 else 0.0
+    out[5] = math.log(max(1e-9, request["ttft_slo_s"]))
+    out[6] = math.log(max(1e-9, request["tpot_slo_s"]) / 0.05)
+
+
+@jit
+def _show_cluster(view, replica_obs, out):
+    """The others; needs the replicas' columns."""
+    replicas = view.replicas
+    mean, count = quantities.in_flight_mean(replicas)
+    least, most = quantities.in_flight_range(replicas)
+    uncached = squares = uncached_squares = cached = 0.0
+    for i in range(replicas.size):
+        if replicas[i]["available"] != 0:
+            tokens = float(replicas[i]["queued_uncached"])
+            uncached += tokens / count
+            uncached_squares += tokens * tokens / count
+            squares += float(replicas[i]["in_flight"]) ** 2 / count
+            cached += (replicas[i]["cached_tokens"] > 0) / count
+    best_ttft, best_share = _best(replicas, replica_obs)
+    rate = view.router["recent_arrivals"] / max(1.0, view.router["watched_s"])
+    out[7] = _log(count, 1.0)
+    out[8] = _log(rate / max(1, count), 1.0)
+    out[9] = _log(mean, 1.0)
+    out[10] = _log(most - least, 1.0)
+    out[11] = _variation(mean, squares)
+    out[12] = _log(uncached, TOKENS)
+    out[13] = _variation(uncached, uncached_squares)
+    out[14] = _mean(replicas, replica_obs, _KV_USED)
+    out[15] = best_ttft
+    out[16] = best_share
+    out[17] = cached
+
+
+@jit
+def _variation(mean, mean_square):
+    """Coefficient of variation from a mean and a mean square; 0 if the mean is."""
+    if mean <= 0.0:
+        return 0.0
+    return math.sqrt(max(0.0, mean_square - mean * mean)) / mean
+
+
+@jit
+def _log(value, unit):
+    """Scale a quantity that is not negative; what rounding made negative counts as zero."""
+    return math.log1p(max(0.0, value / unit))
+
+
+@jit
+def _within(value, limit):
+    return min(max(value, -limit), limit)
+
+
+@jit
+def _bound(row):
+    """Keep every number finite and within LIMIT; what is no number counts as zero."""
+    for k in range(row.size):
+        value = row[k]
+        row[k] = 0.0 if np.isnan(value) else _within(value, LIMIT)

@@ -1,0 +1,413 @@
+"""Which replica a request goes to: a policy, and a guard around it that never lets it do harm.
+
+The fallback rule decides instead of the policy when the policy fails, takes too long, returns what
+is no number, sees what it was not trained on, or chooses a replica whose predicted first token is
+much later than that of the rule's choice. Every such case is counted by its cause.
+
+The fallback rule is ``load_aware``: the best single rule of the evaluation, and it needs only what
+the router counts itself. What drives a policy out of its range, such as broken metrics or a cost
+model that does not fit the servers, does not touch it.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Collection
+from typing import Annotated, NamedTuple, Self
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from tailrace.config import Settings
+from tailrace.errors import TailraceError
+from tailrace.policy import registry
+from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores
+from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
+from tailrace.policy.learned.policy import LearnedPolicy
+from tailrace.router.decide.reasons import phrase
+from tailrace.router.intake.request_body import Asked
+from tailrace.router.state import kernels as k
+from tailrace.router.state import shared_kernels
+from tailrace.router.state.attempt import Decision
+from tailrace.router.state.cluster import Arrival, Fleet
+from tailrace.router.state.eviction import evict_until
+from tailrace.router.state.shared_state import new_books
+from tailrace.view.records import View
+from tailrace.view.selection import NO_REPLICA
+
+__all__ = ["Chooser", "ChooserSettings", "Decision"]
+
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+#: Names of the causes of a fallback, by their number in kernels.py.
+CAUSES = ("", "nan", "range", "guard", "error", "time")
+#: After so many failures or overruns in a row a policy is left alone for a while, s.
+_STRIKES, _REST_S = 3, 10.0
+_NO_BOUNDS = np.zeros((2, 0), np.float32)
+_NO_PARAMS = np.zeros(0)
+_UNLIMITED = float("inf")
+
+
+class ChooserSettings(Settings):
+    """How replicas are chosen, and what guards the choice."""
+
+    policy: str = registry.SHIPPED_NAME
+    """Policy that decides: a built-in rule, `tailrace`, a .tailrace file or a .py file."""
+    fallback: str = "load_aware"
+    """Built-in rule that decides when the policy cannot or must not."""
+    guard: bool = True
+    """Keep a learned policy, or one of your own, from choices whose first token is predicted much
+    later than the fallback rule's; built-in rules are never guarded."""
+    guard_ratio: float = Field(default=3.0, ge=1, le=1e6, allow_inf_nan=False)
+    """Its predicted time to first token may be so many times that of the fallback's choice..."""
+    guard_s: float = Field(default=1.0, ge=0, le=1e6, allow_inf_nan=False)
+    """... and so many seconds more."""
+    range_deviations: float = Field(default=16.0, gt=0, le=1e6, allow_inf_nan=False)
+    """A learned policy decides only while all it sees lies within so many standard deviations of
+    the mean in its training; 15.5 is the most that occurs in the scenarios it is good at."""
+    limit_ms: float = Field(default=5.0, gt=0, le=1e6, allow_inf_nan=False)
+    """Time for one decision; a later one is the fallback rule's."""
+    canary: str = ""
+    """Policy that decides for a share of the sessions; empty: none."""
+    canary_share: Share = 0.0
+    """That share, 0 to 1; a session stays with one policy."""
+    shadow: str = ""
+    """Policy that decides too, but is only logged; empty: none."""
+
+    @model_validator(mode="after")
+    def _canary_has_both(self) -> Self:
+        if self.canary_share > 0 and not self.canary:
+            raise ValueError("canary_share is given, but no canary")
+        return self
+
+
+class _Seat(NamedTuple):
+    """A policy in one of its roles."""
+
+    policy: Policy
+    row: int  # of the router records
+    code: int  # of its compiled rule, k.NO_RULE: Python
+    params: NDArray[np.float64]
+    lowest_id_wins: bool
+    bounds: NDArray[np.float32]
+    guard_ratio: float
+
+
+class Chooser:
+    """Chooses replicas. It never raises and never returns a replica that is not available."""
+
+    def __init__(self, fleet: Fleet, settings: ChooserSettings, *, warm_up: bool = True) -> None:
+        """Load the policies and compile everything, so that the first request need not wait."""
+        self.fleet = fleet
+        self.settings = settings
+        self.counts: Counter[str] = Counter()
+        """Decisions, "fallback_CAUSE", "canary", "shadow" and "shadow_differs"."""
+        self.out_of_range: Counter[str] = Counter()
+        """Features that were out of range, by name."""
+        self.last_error = ""
+        fallback = _usable(settings.fallback)
+        if not isinstance(fallback, BuiltinPolicy) or isinstance(fallback, LearnedPolicy):
+            raise TailraceError(
+                f"fallback '{settings.fallback}' must be a built-in rule; see `tailrace policies`"
+            )
+        self._fallback = fallback
+        self._main = self._seat(settings.policy, k.MAIN)
+        self._canary = self._seat(settings.canary, k.CANARY) if settings.canary else None
+        self._shadow = self._seat(settings.shadow, k.SHADOW) if settings.shadow else None
+        self._scores = np.zeros((4, len(fleet)))
+        self._whole = np.zeros(k.CACHED + 1, np.int64)
+        self._figures = np.zeros(k.PREDICTED_OUTPUT + 1)
+        self._strikes: Counter[int] = Counter()
+        self._resting_until: dict[int, float] = {}
+        if warm_up:
+            self._warm_up()
+
+    @property
+    def policy(self) -> Policy:
+        """The policy that decides for all but the canary's share."""
+        return self._main.policy
+
+    def close(self) -> None:
+        """Let go of the fleet, so that another chooser can take over."""
+        for seat in (self._main, self._canary, self._shadow):
+            if seat is not None:
+                self.fleet.unlisten(seat.policy)
+
+    def _seat(self, name: str, row: int) -> _Seat:
+        policy = _usable(name)
+        call_hook(policy, "reset", len(self.fleet), 0)
+        if not isinstance(policy, BuiltinPolicy):
+            self.fleet.listen(policy)
+            guard = self.settings.guard_ratio if self.settings.guard else _UNLIMITED
+            return _Seat(
+                policy, row, k.NO_RULE, _NO_PARAMS, policy.lowest_id_wins, _NO_BOUNDS, guard
+            )
+        bounds, guard = _NO_BOUNDS, _UNLIMITED
+        if isinstance(policy, LearnedPolicy):
+            bounds = training_range(policy, self.settings.range_deviations)
+            guard = self.settings.guard_ratio if self.settings.guard else _UNLIMITED
+        return _Seat(
+            policy, row, policy.rule.code, policy.params, policy.lowest_id_wins, bounds, guard
+        )
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def choose(self, arrival: Arrival, excluded: Collection[int] = ()) -> Decision | None:
+        """Choose a replica for a request, none of ``excluded``; None: there is none available."""
+        started = time.perf_counter()
+        fleet = self.fleet
+        hidden: list[int] = []
+        if excluded:
+            hidden = [r for r in excluded if 0 <= r < len(fleet) and fleet.available(r)]
+            for r in hidden:
+                fleet.set_available(r, False)
+        try:
+            decision = self._decide(arrival, started)
+        except Exception as error:  # a bug of ours must not stop the traffic
+            self._failed(error)
+            decision = self._plain_choice(arrival)
+        finally:
+            for r in hidden:
+                fleet.set_available(r, True)
+        if decision is not None:
+            decision.took_s = time.perf_counter() - started
+        return decision
+
+    def _decide(self, arrival: Arrival, started: float) -> Decision | None:
+        fleet, scores = self.fleet, self._scores
+        if scores.shape[1] != len(fleet.epochs):
+            self._scores = scores = np.zeros((4, len(fleet)))
+        now = fleet.clock()
+        if fleet.due:
+            fleet.catch_up(now)
+        fleet.show_request(arrival, now)
+        seat = self._main if self._canary is None else self._seat_for(arrival)
+        if seat.code == k.NO_RULE:
+            self._show(arrival)
+            self._judge(seat, self._ask_python(seat, scores[k.SCORES]))
+        else:
+            self._decide_compiled(seat, arrival)
+            if time.perf_counter() - started > self.settings.limit_ms * 1e-3:
+                self._took_long(seat, arrival)
+        chosen, runner_up, cause, reason, _, feature, cached = self._whole.tolist()
+        if chosen == NO_REPLICA:
+            return None
+        ours, theirs, ttft_s, arrival.predicted_output = self._figures.tolist()
+        counts = self.counts
+        counts["decisions"] += 1
+        if seat is self._canary:
+            counts["canary"] += 1
+        used, fell_back = k.SCORES, None
+        if cause != k.NO_CAUSE:
+            used, fell_back = k.FALLBACK_SCORES, CAUSES[cause]
+            counts["fallback_" + fell_back] += 1
+            if cause == k.CAUSE_RANGE:
+                self.out_of_range[FEATURE_NAMES[feature]] += 1
+        decision = Decision(
+            chosen, seat.policy.name, scores[used].copy(), runner_up,
+            phrase(reason, ours, theirs), fell_back, None, 0.0, cached, ttft_s,
+        )  # fmt: skip
+        if self._shadow is not None:
+            self._ask_shadow(self._shadow, decision)
+        return decision
+
+    def _took_long(self, seat: _Seat, arrival: Arrival) -> None:
+        """Decide again, and let the rule decide if it is the policy that takes so long.
+
+        That others had the processor meanwhile is no reason, so this thread's own time counts; to
+        ask for it at every decision would take longer than most of them.
+        """
+        started = time.thread_time()
+        self._decide_compiled(seat, arrival)
+        if time.thread_time() - started > self.settings.limit_ms * 1e-3:
+            self._judge(seat, k.CAUSE_TIME)
+
+    def _seat_for(self, arrival: Arrival) -> _Seat:
+        share = self.settings.canary_share
+        if self._canary is None or share <= 0:
+            return self._main
+        session = arrival.asked.session
+        if session is None:
+            session = str(arrival.session.number if arrival.session else arrival.id)
+        part = xxhash.xxh3_64_intdigest(session.encode(errors="surrogatepass")) / 2.0**64
+        return self._canary if part < share else self._main
+
+    def _show(self, arrival: Arrival) -> None:
+        fleet, runs = self.fleet, arrival.runs
+        if fleet.seat is not None:
+            books = fleet.seat.books
+            shared_kernels.gather(
+                fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
+                books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.caching,
+                fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
+                fleet.counter.units_per_token, fleet.prior_output_tokens,
+                _most_output(arrival.asked),
+            )  # fmt: skip
+            return
+        index = fleet.index
+        k.show(
+            fleet.request, fleet.replicas, fleet.routers, index.entries, index.slots, index.totals,
+            fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
+            fleet.counter.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
+        )  # fmt: skip
+
+    def _judge(self, seat: _Seat, cause: int) -> None:
+        fleet, fallback = self.fleet, self._fallback
+        k.judge(
+            fleet.request, fleet.seen, fleet.costs, fleet.seen_routers, seat.row, seat.code,
+            seat.params, seat.lowest_id_wins, fallback.rule.code, fallback.params,
+            fallback.lowest_id_wins, cause, seat.bounds, seat.guard_ratio, self.settings.guard_s,
+            self._scores, self._whole, self._figures,
+        )  # fmt: skip
+
+    def _decide_compiled(self, seat: _Seat, arrival: Arrival) -> None:
+        """:meth:`_show` and :meth:`_judge` in one."""
+        fleet, runs, fallback = self.fleet, arrival.runs, self._fallback
+        if fleet.seat is not None:
+            books = fleet.seat.books
+            shared_kernels.decide(
+                fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
+                books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.costs,
+                fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
+                fleet.counter.units_per_token, fleet.prior_output_tokens,
+                _most_output(arrival.asked), seat.row, seat.code, seat.params, seat.lowest_id_wins,
+                fallback.rule.code,
+                fallback.params, fallback.lowest_id_wins, seat.bounds, seat.guard_ratio,
+                self.settings.guard_s, self._scores, self._whole, self._figures,
+            )  # fmt: skip
+            return
+        index = fleet.index
+        k.decide(
+            fleet.request, fleet.replicas, fleet.costs, fleet.routers, index.entries, index.slots,
+            index.totals, fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at,
+            runs.total, fleet.counter.units_per_token, fleet.prior_output_tokens,
+            _most_output(arrival.asked), seat.row, seat.code, seat.params, seat.lowest_id_wins,
+            fallback.rule.code, fallback.params, fallback.lowest_id_wins, seat.bounds,
+            seat.guard_ratio, self.settings.guard_s, self._scores, self._whole, self._figures,
+        )  # fmt: skip
+
+    # ---- policies written in Python -------------------------------------------------------------
+
+    def _ask_python(self, seat: _Seat, scores: NDArray[np.float64]) -> int:
+        """Let a user's policy fill ``scores`` [n]; return why it could not, if so."""
+        started = time.perf_counter()
+        if self._resting_until.get(seat.row, 0.0) > started:
+            return k.CAUSE_TIME
+        cause = k.NO_CAUSE
+        try:
+            scores[:] = checked_scores(seat.policy, self._copy_of_view(seat.row))
+        except Exception as error:
+            self._failed(error)
+            cause = k.CAUSE_ERROR
+        ended = time.perf_counter()
+        if cause == k.NO_CAUSE and ended - started > self.settings.limit_ms * 1e-3:
+            cause = k.CAUSE_TIME
+        if cause == k.NO_CAUSE:
+            self._strikes[seat.row] = 0
+            return cause
+        self._strikes[seat.row] += 1
+        if self._strikes[seat.row] >= _STRIKES:
+            self._resting_until[seat.row] = ended + _REST_S
+        return cause
+
+    def _copy_of_view(self, row: int) -> View:
+        """What the router sees, for code that might write to it."""
+        fleet = self.fleet
+        router = fleet.seen_routers[row]
+        return View(fleet.request.copy()[0], fleet.seen.copy(), fleet.costs, router)
+
+    def _ask_shadow(self, seat: _Seat, decision: Decision) -> None:
+        fleet, scores = self.fleet, self._scores[k.SHADOW_SCORES]
+        if seat.code == k.NO_RULE and self._ask_python(seat, scores) != k.NO_CAUSE:
+            self.counts["shadow_failed"] += 1
+            return
+        choice = k.rate(
+            fleet.request, fleet.seen, fleet.costs, fleet.seen_routers, seat.row, seat.code,
+            seat.params, scores, seat.lowest_id_wins,
+        )  # fmt: skip
+        decision.shadow = int(choice)
+        decision.shadow_ttft_s = float(self._scores[k.TTFT, choice]) - decision.ttft_s
+        self.counts["shadow"] += 1
+        if choice != decision.replica:
+            self.counts["shadow_differs"] += 1
+
+    # ---- when all else fails --------------------------------------------------------------------
+
+    def _failed(self, error: Exception) -> None:
+        self.last_error = str(error) or type(error).__name__
+
+    def _plain_choice(self, arrival: Arrival) -> Decision | None:
+        """Fewest requests in flight, by nothing that could fail."""
+        replicas = self.fleet.replicas
+        usable = np.flatnonzero(replicas["available"] != 0)
+        if usable.size == 0:
+            return None
+        self.counts["decisions"] += 1
+        self.counts["fallback_error"] += 1
+        scores = np.where(replicas["available"] != 0, replicas["in_flight"], np.inf)
+        chosen = int(np.argmin(scores))
+        cached = self.fleet.cached_on(arrival, chosen)
+        reason = "fewest requests in flight"
+        name = self._main.policy.name
+        return Decision(chosen, name, scores, NO_REPLICA, reason, "error", cached=cached)
+
+    def _warm_up(self) -> None:
+        """Play one request on a fleet of our own through all that is compiled."""
+        backends, seat = self.fleet.backends[:1] * 2, self.fleet.seat
+        if seat is not None:
+            seat = new_books(backends, 2).of(0)
+        toy = Fleet(backends, self.fleet.clock, seat=seat)
+        for settings in (
+            ChooserSettings(policy=self.settings.fallback, shadow=self.settings.fallback),
+            self.settings.model_copy(update={"policy": self.settings.fallback}),
+        ):
+            chooser = Chooser(toy, settings, warm_up=False)
+            for text in ("a", "a" * 4096):
+                arrival = toy.arrive(Asked("completion", text=text))
+                chooser._show(arrival)
+                decision = chooser.choose(arrival)
+                chooser._judge(chooser._main, k.CAUSE_TIME)
+                assert decision is not None
+                flight = toy.open(arrival, decision.replica, decision)
+                toy.cached_on(arrival, 0)
+                flight.tokens(1)
+                flight.usage(8, 1, 0)
+                flight.close("done")
+                flight = toy.open(arrival, decision.replica, decision)
+                flight.close("done")
+        toy.arrive(Asked("chat", data=np.zeros(8, np.uint8)))
+        toy.scraped(0, 1.0, 1.0, 0.5)
+        index = toy.index
+        evict_until(index.entries, index.slots, index.totals, 0, 0.0)
+        toy.forget(0)
+
+
+def _usable(name: str) -> Policy:
+    """Return the policy of a name, unless it can only run in the simulator."""
+    policy = registry.get(name)
+    if isinstance(policy, BuiltinPolicy) and policy.rule.in_engine:
+        raise TailraceError(
+            f"policy {name} looks into the simulated servers and cannot route live traffic; "
+            f"use {registry.SHIPPED_NAME} or a rule (see `tailrace policies`)"
+        )
+    return policy
+
+
+def training_range(policy: LearnedPolicy, deviations: float) -> NDArray[np.float32]:
+    """Lowest and highest value [2, F + G] of each feature that a policy may be trusted with."""
+    parts = []
+    for norm in ("replica_norm", "request_norm"):
+        mean = policy.tensors[f"{norm}.mean"].astype(np.float64)
+        std = np.maximum(np.sqrt(policy.tensors[f"{norm}.var"].astype(np.float64)), STD_FLOOR)
+        parts.append(np.stack([mean - deviations * std, mean + deviations * std]))
+    bounds = np.concatenate(parts, axis=1)
+    for name in policy.config.ignore:  # it does not look at these
+        bounds[:, FEATURE_NAMES.index(name)] = (-np.inf, np.inf)
+    return bounds.astype(np.float32)
+
+
+def _most_output(asked: Asked) -> float:
+    if asked.kind == "embedding":
+        return 1.0
+    return _UNLIMITED if asked.max_tokens is None else float(asked.max_tokens)

@@ -1,0 +1,1 @@
+"""What the router reports: metrics, status page, decision log."""

@@ -1,0 +1,354 @@
+"""The decision log: a line of JSON for every request at a replica, in files that are rotated.
+
+It holds lengths, times and hashes, never text. Content and session ids stand in it as keyed hashes
+(SipHash and BLAKE2b with a secret of this installation, which lies beside the log): equal prefixes
+have equal hashes in all its files, but nobody can find out a text by hashing guesses without the
+secret.
+`tailrace workload import` turns a file, or a whole folder of them, back into a request table.
+
+Lines are made a few dozen at a time, which takes some microseconds each and less than one by one; a
+background thread puts all that have come to disk a few times per second. (A thread that made the
+lines would hold up the event loop, since only one of them can run at a time.) A full disk or a
+missing folder costs lines, which are counted, and never a request.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import os
+import secrets
+import shutil
+import threading
+import time
+from binascii import b2a_base64
+from collections import deque
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import orjson
+from pydantic import Field
+
+from tailrace.config import Settings
+from tailrace.errors import TailraceError
+from tailrace.router.intake.hashing import keyed
+from tailrace.router.intake.prompt_blocks import BLOCK_UNITS
+from tailrace.router.state.cluster import Flight
+
+FORMAT = 1
+PREFIX, SUFFIX = "decisions-", ".jsonl"
+SALT_FILE = "salt"
+_SALT_BYTES = 32
+#: Bytes that may wait for the disk; more lines are dropped and counted.
+_MOST_PENDING = 64 << 20
+#: How often lines are written, in s.
+_WRITE_S = 0.2
+_RETRY_S = 5.0
+_LONGEST_NAME = 128
+#: Flights whose lines are made together.
+_BATCH = 32
+#: Of gzip: most of a line are hashes, which more effort makes no smaller.
+COMPRESSION = 1
+
+
+class DecisionLogSettings(Settings):
+    """Where decisions are written, and how much of them is kept."""
+
+    folder: Path | None = None
+    """Folder for the files; default: no decision log."""
+    max_mb: float = Field(default=64.0, gt=0, le=1e6, allow_inf_nan=False)
+    """Size in MB at which a file is closed and compressed..."""
+    max_age_s: float = Field(default=86_400.0, gt=0, le=1e9, allow_inf_nan=False)
+    """... or its age in seconds."""
+    keep: int = Field(default=14, ge=1, le=100_000)
+    """Files kept; the oldest are deleted."""
+    content: bool = True
+    """Write the hashes of prompts, without which prefix sharing cannot be replayed."""
+
+
+def load_salt(folder: Path | None) -> bytes:
+    """Return this installation's secret, made at the first start; without a folder a passing one.
+
+    Only its owner can read the file.
+    """
+    if folder is None:
+        return secrets.token_bytes(_SALT_BYTES)
+    path = folder / SALT_FILE
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_bytes(_SALT_BYTES))
+        salt = path.read_bytes()
+    except OSError as error:
+        raise TailraceError(
+            f"cannot use {folder} for the decision log: {error.strerror or error}"
+        ) from None
+    if len(salt) != _SALT_BYTES:
+        raise TailraceError(f"{path} is damaged; delete it, and hashes begin anew")
+    return salt
+
+
+class DecisionLog:
+    """Writes decisions. Without a folder it does nothing."""
+
+    def __init__(self, settings: DecisionLogSettings, salt: bytes, *, clock_now: float) -> None:
+        """``clock_now``: the time of the fleet's clock at this moment, s."""
+        self.settings = settings
+        self.written = 0
+        """Lines on disk or on their way to it."""
+        self.dropped = 0
+        """Lines lost, because the disk was full or too slow."""
+        self.last_error = ""
+        self._salt = salt
+        self._offset_s = time.time() - clock_now
+        self._boot = secrets.token_hex(4)
+        digest = hashlib.blake2b(b"content", digest_size=16, key=salt).digest()
+        self._content_key = np.frombuffer(digest, np.uint64)
+        self._hashed = np.empty(64, np.uint64)
+        self._flights: list[tuple[Flight, str]] = []
+        self._lines: deque[list[bytes]] = deque()
+        self._pending = 0  # bytes put in by the event loop ...
+        self._taken = 0  # ... and taken out by the thread
+        self._stop = threading.Event()
+        self._file: IO[bytes] | None = None
+        self._path = Path()
+        self._size = 0
+        self._opened_at = 0.0
+        self._retry_at = 0.0
+        self._serial = 0
+        self._thread: threading.Thread | None = None
+        if settings.folder is not None:
+            self._folder = settings.folder
+            self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
+            self._thread.start()
+
+    def write(self, flight: Flight, outcome: str) -> None:
+        """Write a flight that has been closed."""
+        if self._thread is None:
+            return
+        flights = self._flights
+        flights.append((flight, outcome))
+        if len(flights) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make the lines of all flights so far; called a few times per second."""
+        flights = self._flights
+        if not flights:
+            return
+        self._flights = []
+        if self._pending - self._taken > _MOST_PENDING:
+            self.dropped += len(flights)
+            return
+        record, newline = self.record, orjson.OPT_APPEND_NEWLINE
+        try:
+            lines = [orjson.dumps(record(*closed), option=newline) for closed in flights]
+        except Exception as error:  # a bug of ours must not stop the traffic
+            self.last_error = str(error)
+            self.dropped += len(flights)
+            return
+        self._pending += sum(map(len, lines))
+        self._lines.append(lines)
+
+    def close(self) -> None:
+        """Write what is pending and close the file; it stays uncompressed until the next start."""
+        if self._thread is not None:
+            self.flush()
+            self._stop.set()
+            self._thread.join(timeout=30)
+            self._thread = None
+
+    # ---- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            self._compress_leftovers()
+        ending = False
+        while not ending:
+            ending = self._stop.wait(_WRITE_S)
+            lines: list[bytes] = []
+            while self._lines:
+                lines += self._lines.popleft()
+            if lines:
+                self._put(lines)
+                self._taken += sum(map(len, lines))
+            elif not ending:
+                self._safely(self._idle)
+        self._safely(self._close_file)
+
+    def _put(self, lines: list[bytes]) -> None:
+        """Write lines, and begin a new file whenever it is time to."""
+        if time.monotonic() < self._retry_at:
+            self.dropped += len(lines)
+            return
+        done = 0
+        try:
+            file = self._file or self._open_file()
+            size = sum(map(len, lines))
+            if not self._is_due(size):  # as most of the time
+                file.write(b"".join(lines))
+                file.flush()
+                self._size += size
+                self.written += len(lines)
+                return
+            for k, line in enumerate(lines, 1):
+                self._size += len(line)
+                if self._is_due():
+                    file.write(b"".join(lines[done:k]))
+                    self.written += k - done
+                    done = k
+                    self._rotate()
+                    if k < len(lines):
+                        file = self._open_file()
+            if done < len(lines):
+                file.write(b"".join(lines[done:]))
+                file.flush()
+                self.written += len(lines) - done
+        except Exception as error:
+            self._failed(error)
+            self.dropped += len(lines) - done
+
+    def _safely(self, action: Any) -> None:
+        try:
+            action()
+        except Exception as error:
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        self.last_error = str(error)
+        self._retry_at = time.monotonic() + _RETRY_S
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+    def _is_due(self, more: int = 0) -> bool:
+        """Whether it is time for a new file, with so many bytes more in this one."""
+        age_s = time.monotonic() - self._opened_at
+        size = self._size + more
+        return size >= self.settings.max_mb * 1e6 or age_s >= self.settings.max_age_s
+
+    def _idle(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            if self._is_due():
+                self._rotate()
+
+    def _open_file(self) -> IO[bytes]:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+        self._serial += 1
+        name = f"{PREFIX}{stamp}-{os.getpid()}-{self._serial:04d}{SUFFIX}"
+        self._path = self._folder / name
+        self._file = self._path.open("xb", buffering=1 << 16)
+        head = {"tailrace": "decisions", "format": FORMAT, "started": time.time()}
+        self._file.write(orjson.dumps(head) + b"\n")
+        self._size, self._opened_at = 0, time.monotonic()
+        return self._file
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _rotate(self) -> None:
+        self._close_file()
+        _compress(self._path)
+        files = sorted(self._folder.glob(f"{PREFIX}*{SUFFIX}*"))
+        for path in files[: max(0, len(files) - self.settings.keep)]:
+            if path.suffix == SUFFIX and _is_running(path):
+                continue  # another process writes it
+            path.unlink(missing_ok=True)
+
+    def _compress_leftovers(self) -> None:
+        """Compress the last file of routers that run no more."""
+        for path in self._folder.glob(f"{PREFIX}*{SUFFIX}"):
+            # Of several workers that start together only one gets to compress it.
+            with contextlib.suppress(FileNotFoundError):
+                if not _is_running(path):
+                    _compress(path)
+
+    # ---- a line ---------------------------------------------------------------------------------
+
+    def record(self, flight: Flight, outcome: str) -> dict[str, Any]:
+        """Return what is written of a flight; times are Unix times in s."""
+        arrival, decision, offset_s = flight.arrival, flight.decision, self._offset_s
+        asked, first_at, last_at = arrival.asked, flight.first_at, flight.last_at
+        prompt, known = flight.known_prompt_tokens
+        record: dict[str, Any] = {
+            "id": f"{self._boot}-{arrival.id}",
+            "attempt": flight.serial & 0xFF,
+            "kind": asked.kind,
+            "model": asked.model[:_LONGEST_NAME],
+            "policy": decision.policy,
+            "replica": flight.replica,
+            "runner_up": decision.runner_up,
+            "reason": decision.reason,
+            "fell_back": decision.fell_back,
+            "shadow": decision.shadow,
+            "shadow_ttft_s": decision.shadow_ttft_s,
+            "took_s": decision.took_s,
+            "predicted_ttft_s": decision.ttft_s,
+            "prompt_tokens": prompt,
+            "prompt_known": known,
+            "prompt_routed": arrival.prompt_tokens,
+            "prompt_routed_by": arrival.how_long,
+            "predicted_output": flight.predicted,
+            "output_tokens": flight.output_tokens,
+            "cached_believed": flight.cached,
+            "cached_reported": flight.reported_cached,
+            "arrived": arrival.arrived_at + offset_s,
+            "sent": flight.sent_at + offset_s,
+            "first": None if first_at is None else first_at + offset_s,
+            "last": None if last_at is None else last_at + offset_s,
+            "estimated": flight.estimated,
+            "outcome": outcome,
+            "streams": asked.streams,
+            "priority": asked.priority,
+            "ttft_slo_s": asked.ttft_slo_s,
+            "session": self._session(flight),
+            "turn": arrival.turn,
+        }
+        if self.settings.content:
+            runs = arrival.runs
+            count = runs.keys.size
+            if count > self._hashed.size:
+                self._hashed = np.empty(2 * count, np.uint64)
+            keyed(runs.keys, self._content_key, self._hashed)
+            data = self._hashed[:count].tobytes()
+            record["end"] = data[-16:-8].hex()
+            if runs.branch_key:
+                record["continues"] = data[-8:].hex()
+            # The last run is not whole and says nothing that "end" does not say.
+            record["block_units"] = BLOCK_UNITS
+            record["units"] = runs.total
+            record["blocks"] = b2a_base64(data[: 8 * runs.whole], newline=False).decode()
+        return record
+
+    def _session(self, flight: Flight) -> str | None:
+        arrival = flight.arrival
+        session = arrival.asked.session
+        if session is not None:
+            name = session.encode(errors="surrogatepass")
+            return hashlib.blake2b(name, digest_size=8, key=self._salt).hexdigest()
+        if arrival.session is not None:
+            return f"{self._boot}-{arrival.session.number}"
+        return None
+
+
+def _is_running(path: Path) -> bool:
+    """Whether the process that has opened a file is still there, or cannot be told."""
+    pid = path.name.split("-")[2]
+    return not pid.isdecimal() or Path(f"/proc/{pid}").exists()
+
+
+def _compress(path: Path) -> None:
+    """Replace a file by its gzip; a crash leaves the one or the other whole."""
+    target = path.with_name(path.name + ".gz")
+    partial = path.with_name(path.name + ".partial")
+    with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=COMPRESSION) as sink:
+        shutil.copyfileobj(source, sink, 1 << 20)
+    partial.replace(target)
+    path.unlink()

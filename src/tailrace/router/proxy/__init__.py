@@ -1,0 +1,1 @@
+"""The life of a request: admission, attempts, retries, and the response."""

@@ -1,0 +1,71 @@
+"""What is told of a request: to its client in headers, and to whoever reads the log."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from tailrace.router.proxy.backends import Target
+
+if TYPE_CHECKING:
+    from tailrace.router.decide.chooser import Decision
+
+_CONTROL = bytes(range(32)) + b"\x7f"
+#: Texts as values of headers. Most reasons come again and again.
+_VALUES: dict[str, bytes] = {}
+_MOST_VALUES = 4096
+_GOOD = frozenset(("done", "client_gone", "rejected"))
+
+_log = logging.getLogger("tailrace.router")
+
+
+def headers(
+    request_id: bytes, target: Target | None, decision: "Decision | None", *, explained: bool
+) -> bytes:
+    """Return header lines with the request's id, and if wanted where it went and why."""
+    if not explained or target is None:
+        return b"x-request-id: %b\r\n" % request_id
+    if decision is None:
+        return b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n" % (
+            request_id, target.label_bytes,
+        )  # fmt: skip
+    return (
+        b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n"
+        b"x-tailrace-policy: %b\r\nx-tailrace-reason: %b\r\n"
+    ) % (
+        request_id,
+        target.label_bytes,
+        _VALUES.get(decision.policy) or _header_value(decision.policy),
+        _VALUES.get(decision.reason) or _header_value(decision.reason),
+    )
+
+
+def _header_value(text: str) -> bytes:
+    """Make any text safe for a header."""
+    value = text.encode("ascii", "replace").translate(None, _CONTROL)[:256]
+    if len(_VALUES) >= _MOST_VALUES:
+        _VALUES.clear()
+    _VALUES[text] = value
+    return value
+
+
+def log(
+    request_id: bytes, kind: str, status: int, outcome: str, target: Target | None, attempts: int,
+    failure: str,
+) -> None:  # fmt: skip
+    """Log the end of a request."""
+    _log.log(
+        logging.INFO if outcome in _GOOD else logging.WARNING,
+        "request %s", outcome,
+        extra={
+            "request": request_id.decode(), "kind": kind, "status": status,
+            "replica": target.label if target is not None else None,
+            "attempts": attempts, "why": failure or None,
+        },
+    )  # fmt: skip
+
+
+def log_retry(request_id: bytes, target: Target, why: str) -> None:
+    """Log that another replica is tried, because of this one."""
+    _log.info(
+        "request is tried again",
+        extra={"request": request_id.decode(), "replica": target.label, "why": why},
+    )

@@ -1,0 +1,1 @@
+"""What the router knows of its replicas and requests."""

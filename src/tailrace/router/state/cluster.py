@@ -1,0 +1,411 @@
+"""What the live router knows of its replicas: the records every policy reads, kept up to date.
+
+A request is an :class:`Arrival` (length, content, session), then, for each replica it is sent to, a
+:class:`Flight`. The records are those of ``view/records.py`` and are changed by the functions of
+the ledger and the prefix index alone, as in the simulator, so that a policy sees live what it saw
+in training.
+"""
+
+import heapq
+import itertools
+import struct
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.config import Replica
+from tailrace.policy.base import Policy, call_hook
+from tailrace.router.intake.prompt_blocks import (
+    array_runs,
+    private_runs,
+    root_of,
+    text_runs,
+    token_runs,
+)
+from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.tokens import SERVER, TokenCounter
+from tailrace.router.settings import BackendSettings
+from tailrace.router.state import kernels
+from tailrace.router.state.attempt import OLDEST, WIDTH, Arrival, Decision, Flight
+from tailrace.router.state.eviction import evict_until
+from tailrace.router.state.sessions import Sessions, SharedSessions
+from tailrace.router.state.shared_state import ROUTER_ROWS, Seat, index_entries
+from tailrace.sim.allocation import is_caching
+from tailrace.sim.reference.routing import replica_views
+from tailrace.view import ledger, prefix_index
+from tailrace.view.cost_model import cost_rows
+from tailrace.view.devices import cost_of
+from tailrace.view.records import REPLICA_VIEW, REQUEST_VIEW, ROUTER
+from tailrace.view.selection import mix
+from tailrace.workload.table import DEFAULT_TPOT_SLO_S, DEFAULT_TTFT_SLO_S
+
+__all__ = ["Arrival", "Fleet", "Flight"]
+
+PRIOR_OUTPUT_TOKENS = 256.0
+#: Share of the answers thought cached that must turn out so for the belief to be kept up, and how
+#: much one more case counts.
+_ANSWERS_TRUST, _ANSWERS_STEP = 0.5, 0.2
+#: Ended requests that are kept among those whose first token is due.
+_DUE_OVER = 32
+#: Prompts in a row that should have been cached and were not at all: there is no cache.
+_NO_CACHE_AFTER = 8
+
+_AVAILABLE = list(REPLICA_VIEW.names or ()).index("available")
+_REQUEST = struct.Struct("=dqdqdqqqQqdd")
+assert _REQUEST.size == REQUEST_VIEW.itemsize
+_HOOKS = ("sent", "first_token", "finished", "failed")
+
+
+class Fleet:
+    """The replicas behind the router and all that is known of them."""
+
+    def __init__(
+        self,
+        backends: Sequence[BackendSettings],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        counter: TokenCounter | None = None,
+        salt: bytes = b"",
+        seed: int = 0,
+        max_sessions: int = 100_000,
+        prior_output_tokens: float = PRIOR_OUTPUT_TOKENS,
+        seat: Seat | None = None,
+    ) -> None:
+        """Start with idle replicas of which nothing is known.
+
+        ``salt``: this installation's secret, which makes content hashes its own. ``seat``: among
+        several workers whose books are shared; they must have the same salt.
+        """
+        self.seat = seat
+        self.clock = clock
+        self.counter = counter or TokenCounter()
+        self.sessions = Sessions(max_sessions)
+        if seat is not None:
+            books, worker = seat.books, seat.worker
+            books.clear(worker)
+            cells = _cells(books.sessions)
+            self.sessions = SharedSessions(max_sessions, cells, worker, books.workers)
+        self.prior_output_tokens = prior_output_tokens
+        self.request: NDArray[np.void] = np.zeros(1, REQUEST_VIEW)
+        self.routers: NDArray[np.void] = np.zeros(ROUTER_ROWS, ROUTER)
+        if seat is not None:
+            self.routers = seat.own_routers
+        with np.errstate(over="ignore"):
+            for k, row in enumerate(self.routers):
+                row["rng"] = mix(np.uint64(seed + k))
+        self.routers["looked_at"] = clock()
+        self.seen_routers = self.routers if seat is None else self.routers.copy()
+        """The same as policies see them: with what other workers did."""
+        self.backends: list[BackendSettings] = []
+        self._seed = int.from_bytes(salt[:8].ljust(8, b"\0"), "little")
+        self._roots: dict[tuple[str, str], int] = {}
+        self._ids = itertools.count()
+        self.listeners: list[tuple[Policy, frozenset[str]]] = []
+        self.hook_errors = 0
+        self.due: list[tuple[float, int, Flight]] = []
+        """When the first tokens of answers that do not stream are predicted."""
+        self._due_over = 0  # those among them that have ended already, about
+        self._request_buffer = _cells(self.request).cast("B")
+        self.replicas: NDArray[np.void] = np.zeros(0, REPLICA_VIEW)
+        self.seen = self.replicas
+        """The same as policies see them: with what other workers did."""
+        self.costs = cost_rows([])
+        self.index = prefix_index.new_index(0, 16)
+        self.waiting: list[dict[int, float]] = []
+        self.epochs: list[int] = []
+        self.caching = np.zeros(0, np.int64)
+        self.answers = np.zeros(0, np.int64)
+        self._misses: list[int] = []
+        self._answer_share: list[float] = []
+        self._grow(backends)
+
+    # ---- replicas -------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return len(self.replicas)
+
+    @property
+    def router(self) -> Any:
+        """The ROUTER record of the fleet."""
+        return self.routers[kernels.MAIN]
+
+    @property
+    def units_per_token(self) -> float:
+        """Units of content per token, as calibrated so far."""
+        return self.counter.units_per_token
+
+    def add(self, backend: BackendSettings) -> int:
+        """Add a replica at run time; return its number. Numbers of others never change."""
+        self._grow([backend])
+        return len(self.replicas) - 1
+
+    def _grow(self, backends: Sequence[BackendSettings]) -> None:
+        servers = [backend.server for backend in backends]
+        n, old = len(self.replicas) + len(servers), len(self.replicas)
+        seat, new = self.seat, slice(old, n)
+        if seat is None:
+            self.replicas = np.concatenate([self.replicas, replica_views(servers)])
+            self.seen = self.replicas
+        else:
+            self.replicas = seat.own_replicas(n)
+            self.replicas[new] = replica_views(servers)
+            self.seen = self.replicas.copy()
+        self.backends += backends
+        self.costs = np.concatenate([self.costs, cost_rows([cost_of(s) for s in servers])])
+        self.replicas["recent_at"][new] = self.clock()
+        self.caching = np.append(self.caching, [self._believed(s) for s in servers])
+        self.answers = np.append(self.answers, np.ones(len(servers), np.int64))
+        if seat is None:
+            self._grow_index(n, old)
+        else:
+            self.index = seat.own_index(n)
+        self.cells = _cells(self.replicas.view(np.int64))
+        self.times = _cells(self.replicas.view(np.float64))
+        self.waiting += [{} for _ in servers]
+        self.epochs += [0] * len(servers)
+        self._misses += [0] * len(servers)
+        self._answer_share += [1.0] * len(servers)
+
+    def _grow_index(self, n: int, old: int) -> None:
+        entries = index_entries(self.replicas["capacity_tokens"])
+        entries = max(entries, self.index.entries.shape[1] - 1)
+        index = prefix_index.new_index(n, entries)
+        if old and entries == self.index.entries.shape[1] - 1:
+            for mine, before in zip(index, self.index, strict=True):
+                mine[:old] = before
+        # A larger replica needs a larger index for all; what was known is learned again.
+        self.index = index
+
+    def _believed(self, server: Replica) -> int:
+        """Among how many indexes a server's memory is divided; 0: it has no cache."""
+        parts = self.seat.books.workers if self.seat is not None else 1
+        return parts * int(is_caching(server))
+
+    def set_available(self, replica: int, available: bool) -> None:
+        """Record whether a replica may get requests; health and drains decide that."""
+        self.cells[replica * WIDTH + _AVAILABLE] = int(available)
+
+    def available(self, replica: int) -> bool:
+        """Whether a replica may get requests."""
+        return bool(self.cells[replica * WIDTH + _AVAILABLE])
+
+    def forget(self, replica: int) -> None:
+        """A replica died: nothing is in flight or cached there any more.
+
+        Flights that are still open may be closed later; they count no more.
+        """
+        self.epochs[replica] += 1
+        self.waiting[replica].clear()
+        ledger.lost(self.replicas[replica])
+        prefix_index.forget(self.index, replica)
+
+    def scraped(
+        self, replica: int, waiting: float | None, running: float | None, kv_used: float | None
+    ) -> None:
+        """Enter a metrics snapshot taken now; None is unknown, and the ledger stands in for it."""
+        if waiting is None and running is None and kv_used is None:
+            return  # the last snapshot stays, and so does its age
+        view = self.replicas[replica]
+        if waiting is None:
+            waiting = view["queued"]
+        if running is None:
+            running = view["in_flight"] - view["queued"]
+        if kv_used is None:
+            held = float(view["queued_tokens"] + view["context_tokens"])
+            kv_used = min(1.0, held / max(1.0, float(view["capacity_tokens"])))
+        ledger.scraped(view, int(waiting), int(running), float(kv_used), self.clock())
+
+    def set_capacity(self, replica: int, kv_tokens: int, block_size: int | None) -> None:
+        """The server has told its KV memory; what the settings say explicitly stays."""
+        server = self.backends[replica].server
+        if block_size is not None and "block_size" not in server.model_fields_set:
+            self.replicas[replica]["block_size"] = block_size
+        if "num_blocks" not in server.model_fields_set:
+            self.replicas[replica]["capacity_tokens"] = kv_tokens
+
+    # ---- policies that listen -------------------------------------------------------------------
+
+    def listen(self, policy: Policy) -> None:
+        """Call the hooks a user's policy has overridden, from now on."""
+        kind = type(policy)
+        names = {n for n in _HOOKS if getattr(kind, n, None) is not getattr(Policy, n)}
+        if names:
+            self.listeners.append((policy, frozenset(names)))
+
+    def unlisten(self, policy: Policy) -> None:
+        """Call them no more."""
+        self.listeners = [item for item in self.listeners if item[0] is not policy]
+
+    def tell(self, hook: str, replica: int, request_id: int, now: float) -> None:
+        """Call a hook of all that listen; a failing one is counted and harms nothing."""
+        for policy, names in self.listeners:
+            if hook in names:
+                try:
+                    call_hook(policy, hook, replica, request_id, now)
+                except Exception:
+                    self.hook_errors += 1
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def arrive(
+        self, asked: Asked, prompt_tokens: int | None = None, *, keep: bool = False
+    ) -> Arrival:
+        """Take in a request: its length (``prompt_tokens`` if a server has said it), content and
+        session. ``keep``: it may keep ``asked`` and take the text out of it."""
+        arrival = Arrival()
+        arrival.id = number = next(self._ids)
+        arrival.arrived_at = self.clock()
+        arrival.attempts = 0
+        arrival.predicted_output = self.prior_output_tokens
+        array, text, data = asked.data, asked.text, b""
+        if array is not None:
+            arrival.size = size = array.size
+        else:
+            data = text.encode(errors="surrogatepass") if text else b""
+            arrival.size = size = len(data)
+        if prompt_tokens is not None:
+            arrival.prompt_tokens, arrival.how_long = prompt_tokens, SERVER
+        else:
+            arrival.prompt_tokens, arrival.how_long = self.counter.count(asked, size)
+        root = self._roots.get((asked.model, asked.salt)) or self._root(asked.model, asked.salt)
+        if array is not None:
+            arrival.runs = array_runs(array, root, asked.answer)
+        elif data:
+            answer = asked.answer
+            if answer is not None and len(data) != len(text or ""):
+                answer = _in_bytes(text or "", answer)
+            arrival.runs = text_runs(data, root, answer)
+        elif asked.token_ids:
+            arrival.runs = token_runs(asked.token_ids, root)
+        else:
+            arrival.runs = private_runs(number, arrival.prompt_tokens)
+        arrival.implicit = asked.session is None
+        if asked.session is not None:
+            arrival.session = self.sessions.of(asked.session)
+        elif arrival.runs.branch_key:
+            arrival.session = self.sessions.find(arrival.runs.branch_key)
+        else:
+            arrival.session = None
+        arrival.turn = arrival.session.turns if arrival.session is not None else 0
+        # The text would be kept as long as the answer takes.
+        if keep:
+            asked.text = asked.token_ids = asked.answer = asked.data = None
+            arrival.asked = asked
+        else:
+            arrival.asked = asked.without_text()
+        return arrival
+
+    def _root(self, model: str, salt: str) -> int:
+        root = self._roots.get((model, salt))
+        if root is None:
+            if len(self._roots) > 4096:  # both come from clients
+                self._roots.clear()
+            root = self._roots[model, salt] = root_of(model, salt, self._seed)
+        return root
+
+    def show_request(self, arrival: Arrival, now: float) -> None:
+        """Fill the request's record for a decision at ``now`` (s)."""
+        session = arrival.session
+        asked = arrival.asked
+        slo_s = asked.ttft_slo_s
+        _REQUEST.pack_into(
+            self._request_buffer,
+            0,
+            now,
+            arrival.id,
+            arrival.arrived_at,
+            arrival.prompt_tokens,
+            0.0,  # predicted output: kernels.show
+            session.number if session is not None else -1,
+            arrival.turn,
+            session.last_replica if session is not None else -1,
+            arrival.runs.prefix_hash,
+            -asked.priority,  # in the records higher is more urgent
+            DEFAULT_TTFT_SLO_S if slo_s is None else slo_s,
+            DEFAULT_TPOT_SLO_S,
+        )
+
+    def catch_up(self, now: float) -> None:
+        """Count answers that do not stream as begun when their first token was predicted."""
+        due = self.due
+        while due and due[0][0] <= now:
+            heapq.heappop(due)[2]._presume_first()
+
+    def not_due(self) -> None:
+        """An answer that does not stream has ended; forget such ones once they are the most."""
+        self._due_over += 1
+        if self._due_over > _DUE_OVER and 2 * self._due_over > len(self.due):
+            self.due = [entry for entry in self.due if entry[2].outcome is None]
+            heapq.heapify(self.due)
+            self._due_over = 0
+
+    def open(self, arrival: Arrival, replica: int, decision: Decision) -> Flight:
+        """Send a request to a replica."""
+        return Flight(self, arrival, replica, decision)
+
+    def cached_on(self, arrival: Arrival, replica: int) -> int:
+        """Tokens of a prompt that a replica is thought to have cached."""
+        if not self.caching[replica]:
+            return 0
+        runs, index = arrival.runs, self.index
+        cached = kernels.cached_on(
+            index.entries, index.slots, index.totals, self.replicas, replica,
+            arrival.prompt_tokens, runs.keys, runs.units, runs.branch_at, runs.total, self.answers,
+        )  # fmt: skip
+        return int(cached)
+
+    def left_queue(self, replica: int, serial: int) -> None:
+        """A request got its first token or ended: the longest waiting one may be another."""
+        waiting = self.waiting[replica]
+        waiting.pop(serial, None)
+        if waiting:
+            self.times[replica * WIDTH + OLDEST] = next(iter(waiting.values()))
+
+    def corrected(self, flight: Flight, cached: int) -> None:
+        """The server has said how much of a prompt it had cached: believe it, not the index."""
+        r, believed = flight.replica, flight.cached
+        block = int(self.replicas[r]["block_size"])
+        if cached > 0:
+            self._misses[r] = 0
+            if not self.caching[r]:
+                self.caching[r] = self._believed(self.backends[r].server)
+        expected = flight.answer_tokens
+        if expected > 0:
+            # What is missing of an answer is not evicted, but has never been there: thinking that
+            # is not sent back, or an answer that is put into tokens differently the second time.
+            self._trust_answers(r, cached > believed - expected // 2)
+            believed -= expected
+        elif not self.answers[r] and flight.arrival.runs.branch_at >= 0:
+            self._trust_answers(r, cached > believed + 2 * block)
+        if cached >= believed - block:
+            return
+        # The server evicts what was not used for longest, so whatever the index saw used no later
+        # than the run that is missing is gone too.
+        index = self.index
+        evict_until(index.entries, index.slots, index.totals, r, flight.used_at)
+        if cached == 0:
+            self._misses[r] += 1
+            if self._misses[r] >= _NO_CACHE_AFTER:
+                self.caching[r] = 0
+                prefix_index.forget(index, r)
+
+    def _trust_answers(self, replica: int, came_true: bool) -> None:
+        """Learn whether earlier answers are found cached on a replica."""
+        share = self._answer_share[replica]
+        share += _ANSWERS_STEP * (float(came_true) - share)
+        self._answer_share[replica] = share
+        self.answers[replica] = int(share >= _ANSWERS_TRUST)
+
+
+def _in_bytes(text: str, span: tuple[int, int]) -> tuple[int, int]:
+    """A part of a text, given in characters, in bytes of its encoding."""
+    start = len(text[: span[0]].encode(errors="surrogatepass"))
+    return start, start + len(text[span[0] : span[1]].encode(errors="surrogatepass"))
+
+
+def _cells(array: Any) -> Any:
+    """An array's numbers one by one, which Python reads and writes faster than the array's."""
+    return memoryview(array)

@@ -1,0 +1,113 @@
+"""Conversations: where each one's last request went, by its id or by the content it continues."""
+
+import itertools
+from typing import Any
+
+import xxhash
+
+from tailrace.router.state.shared_state import SESSION_CELLS, SESSIONS
+
+
+class Session:
+    """One conversation."""
+
+    __slots__ = ("last_replica", "number", "turns")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.last_replica = -1
+        self.turns = 0
+
+
+class Sessions:
+    """The latest ``most`` conversations."""
+
+    shared = False
+    """Whether others are told of them."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._numbers = itertools.count()
+        self._known: dict[str | int, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def new(self) -> Session:
+        """Return a conversation that nothing leads to yet."""
+        return Session(next(self._numbers))
+
+    def of(self, session_id: str) -> Session:
+        """Return the conversation of an id, a new one if need be."""
+        session = self._known.pop(session_id, None) or self.new()
+        self.put(session_id, session)
+        return session
+
+    def find(self, key: int) -> Session | None:
+        """Return the conversation whose latest prompt had this content, if it is remembered."""
+        return self._known.get(key)
+
+    def put(self, key: str | int, session: Session) -> None:
+        """Make a conversation findable; of too many, the one not used for longest goes."""
+        known = self._known
+        known.pop(key, None)
+        known[key] = session
+        if len(known) > self._most:
+            del known[next(iter(known))]
+
+    def entered(self, key: str | int, session: Session) -> None:
+        """A conversation's request was sent; there is nobody to tell."""
+
+
+class SharedSessions(Sessions):
+    """Conversations whose requests may come to any of several workers.
+
+    The table they share has one place per key, so that a newer conversation may take an older
+    one's; then only the worker that has seen the older one remembers it.
+    """
+
+    shared = True
+
+    def __init__(self, most: int, cells: Any, worker: int, workers: int) -> None:
+        """``cells``: the numbers of the shared table, see books.py."""
+        super().__init__(most)
+        self._cells = cells
+        self._numbers = itertools.count(worker, workers)
+
+    def of(self, session_id: str) -> Session:
+        """Return the conversation of an id as whoever had it last has left it."""
+        session = super().of(session_id)
+        self._catch_up(_key(session_id), session)
+        return session
+
+    def find(self, key: int) -> Session | None:
+        """Return the conversation whose latest prompt had this content, if anybody remembers."""
+        session = self._known.get(key)
+        if session is None:
+            found = Session(-1)
+            if self._catch_up(key, found):
+                return found
+        return session
+
+    def entered(self, key: str | int, session: Session) -> None:
+        """Tell the others."""
+        number = _key(key) if isinstance(key, str) else key
+        at = number % SESSIONS * SESSION_CELLS
+        cells = self._cells
+        cells[at] = 0  # whoever reads now finds nothing
+        cells[at + 1], cells[at + 2] = session.number, session.last_replica + 1
+        cells[at + 3] = session.turns
+        cells[at] = number
+
+    def _catch_up(self, key: int, session: Session) -> bool:
+        """Take over what the others know, if it is more."""
+        cells, at = self._cells, key % SESSIONS * SESSION_CELLS
+        if cells[at] != key or cells[at + 3] <= session.turns:
+            return False
+        session.number, session.last_replica = cells[at + 1], cells[at + 2] - 1
+        session.turns = cells[at + 3]
+        return True
+
+
+def _key(session_id: str) -> int:
+    return xxhash.xxh3_64_intdigest(session_id.encode(errors="surrogatepass"))

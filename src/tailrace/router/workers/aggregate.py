@@ -1,0 +1,234 @@
+"""What several workers say of themselves, as one answer."""
+
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import orjson
+
+from tailrace.net.server import error_body
+from tailrace.router.observe.rolling_window import percentiles
+from tailrace.router.workers.peer_workers import Told
+
+JSON = b"application/json"
+TEXT = b"text/plain; version=0.0.4; charset=utf-8"
+SHOWN_DECISIONS = 50
+#: States of a replica, the worst first: one worker's trouble with it is worth seeing.
+_STATES = ("open", "half_open", "draining", "removed", "closed")
+_SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})? (.*)$")
+
+Merged = tuple[int, bytes, bytes]
+
+
+def answers(path: str, told: list[Told]) -> Merged:
+    """Return status, content type and body of an admin request that all workers have answered."""
+    if not told:
+        return 503, JSON, error_body(503, "no worker has answered")
+    for one in told:
+        if one.status != 200:
+            return one.status, JSON, one.body
+    if path == "/metrics":
+        return 200, TEXT, metrics([(t.worker, t.body.decode()) for t in told])
+    values = [(t.worker, orjson.loads(t.body)) for t in told]
+    if path == "/status":
+        return 200, JSON, orjson.dumps(status(values))
+    if path == "/status/history":
+        return 200, JSON, orjson.dumps(history([value for _, value in values]))
+    if path == "/backends":
+        return 200, JSON, orjson.dumps(backends([value for _, value in values]))
+    return 200, JSON, told[0].body  # the same change was made everywhere
+
+
+def metrics(texts: list[tuple[int, str]]) -> bytes:
+    """Put the metrics of all workers together, each sample with the label ``worker``."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for worker, text in texts:
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("#"):
+                family = line.split(" ", 3)[2]
+                known = heads.setdefault(family, [])
+                if line not in known:
+                    known.append(line)
+                continue
+            sample = _SAMPLE.match(line)
+            if sample is None:
+                continue
+            name, labels, value = sample.groups()
+            inner = f",{labels[1:-1]}" if labels and labels != "{}" else ""
+            samples.setdefault(family, []).append(f'{name}{{worker="{worker}"{inner}}} {value}')
+    lines = []
+    for family, head in heads.items():
+        lines += head + samples.get(family, [])
+    return ("\n".join(lines) + "\n").encode()
+
+
+def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Put /status of all workers together; ``workers`` says what each of them has."""
+    parts = [value for _, value in values]
+    first = parts[0]
+    decided = sum(p["decisions"]["total"] for p in parts)
+    spent_s = sum((p["decisions"]["mean_s"] or 0.0) * p["decisions"]["total"] for p in parts)
+    merged = {
+        **first,
+        "state": "ok" if any(p["state"] == "ok" for p in parts) else first["state"],
+        "uptime_s": max(p["uptime_s"] for p in parts),
+        **{key: sum(p[key] for p in parts) for key in ("in_flight", "waiting", "clients")},
+        "decisions": {
+            "total": decided,
+            "per_s": sum(p["decisions"]["per_s"] for p in parts),
+            "per_s_1m": sum(p["decisions"]["per_s_1m"] for p in parts),
+            "mean_s": spent_s / decided if decided else None,
+        },
+        "latency": {
+            name: {
+                window: percentiles(
+                    np.sum([p["counts"][name][window] for p in parts], axis=0, dtype=np.int64)
+                )
+                for window in windows
+            }
+            for name, windows in first["latency"].items()
+        },
+        **{
+            key: dict(sum((Counter(p[key]) for p in parts), Counter()))
+            for key in ("requests", "fallbacks", "retries", "shed")
+        },
+        "event_loop_lag_s": max(p["event_loop_lag_s"] for p in parts),
+        "tokens": _tokens([p["tokens"] for p in parts]),
+        "canary": _shares(parts, "canary", "decisions", "share_of_decisions", decided),
+        "shadow": _shares(parts, "shadow", "disagreements", "share_of_disagreements", None),
+        "replicas": _replicas(parts),
+        "recent": _recent(parts, decided),
+        "workers": [
+            {
+                "worker": worker,
+                "pid": p["pid"],
+                "uptime_s": p["uptime_s"],
+                "clients": p["clients"],
+                "in_flight": p["in_flight"],
+                "decisions": p["decisions"]["total"],
+                "event_loop_lag_s": p["event_loop_lag_s"],
+            }
+            for worker, p in values
+        ],
+    }
+    del merged["counts"], merged["pid"]
+    return merged
+
+
+def _tokens(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put together how lengths were known; bytes per token are the mean over all figures."""
+    weights = [sum(p["figures"].values()) for p in parts]
+    total = sum(weights)
+    mean = sum(w * p["bytes_per_token"] for w, p in zip(weights, parts, strict=True))
+    return {
+        **parts[0],
+        **{
+            key: dict(sum((Counter(p[key]) for p in parts), Counter()))
+            for key in ("prompts", "figures")
+        },
+        "bytes_per_token": mean / total if total else parts[0]["bytes_per_token"],
+        "unanswered": sum(p["unanswered"] for p in parts),
+    }
+
+
+def _shares(
+    parts: list[dict[str, Any]], key: str, count: str, share: str, total: int | None
+) -> dict[str, Any] | None:
+    """Add up what the canary or the shadow has done."""
+    found = [p[key] for p in parts if p[key] is not None]
+    if not found:
+        return None
+    counted = sum(f[count] for f in found)
+    made = sum(f["decisions"] for f in found)
+    out_of = made if total is None else total
+    return {
+        **found[0],
+        "decisions": made,
+        count: counted,
+        share: counted / out_of if out_of else None,
+    }
+
+
+def _replicas(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the replicas together; those that some workers have not heard of yet come last."""
+    made: dict[str, list[tuple[float, dict[str, Any]]]] = {}
+    for part in parts:
+        for replica in part["replicas"]:
+            made.setdefault(replica["url"], []).append((part["decisions"]["per_s_1m"], replica))
+    return [_replica(seen) for seen in made.values()]
+
+
+def _replica(seen: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
+    views = [view for _, view in seen]
+    worst = min(views, key=lambda v: _STATES.index(v["state"]) if v["state"] in _STATES else 9)
+    known = [v for v in views if v["metrics_age_s"] is not None]
+    freshest = min(known, key=lambda v: v["metrics_age_s"]) if known else views[0]
+    limits = [v["limit"] for v in views]
+    shared = [(pace, v["share_1m"]) for pace, v in seen if v["share_1m"] is not None]
+    pace = sum(p for p, _ in shared)
+    summed = ("in_flight", "queued", "scrape_failures", "cached_tokens")
+    return {
+        **worst,
+        **{key: sum(v[key] for v in views) for key in summed},
+        **{key: freshest[key] for key in ("waiting", "running", "kv_used", "metrics_age_s")},
+        "available": any(v["available"] for v in views),
+        "opened": max(v["opened"] for v in views),
+        "warming": any(v["warming"] for v in views),
+        "limit": None if None in limits else sum(limits),
+        "share_1m": sum(p * s for p, s in shared) / pace if pace else None,
+    }
+
+
+def _recent(parts: list[dict[str, Any]], decided: int) -> list[dict[str, Any]]:
+    found = sorted((entry for p in parts for entry in p["recent"]), key=lambda e: e["age_s"])
+    return [
+        {**entry, "number": decided - back} for back, entry in enumerate(found[:SHOWN_DECISIONS])
+    ]
+
+
+def history(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Add up the queues of all workers slot by slot; all go by the same clock."""
+    slots: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        for k, number in enumerate(part["slots"]):
+            slot = slots.setdefault(
+                number, {"age_s": part["age_s"][k], "in_flight": [], "queued": [],
+                         "waiting": 0, "decisions_per_s": 0.0}
+            )  # fmt: skip
+            for key in ("in_flight", "queued"):
+                slot[key] = _added(slot[key], part[key][k])
+            for key in ("waiting", "decisions_per_s"):
+                slot[key] += part[key][k]
+    numbers = sorted(slots)
+    keys = ("age_s", "in_flight", "queued", "waiting", "decisions_per_s")
+    return {
+        "every_s": parts[0]["every_s"],
+        "slots": numbers,
+        **{key: [slots[number][key] for number in numbers] for key in keys},
+    }
+
+
+def _added(a: list[int], b: list[int]) -> list[int]:
+    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
+    return [x + y for x, y in zip(longer, shorter + [0] * len(longer), strict=False)]
+
+
+def backends(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Put /backends together."""
+    made: dict[str, list[dict[str, Any]]] = {}
+    for part in parts:
+        for entry in part:
+            made.setdefault(entry["url"], []).append(entry)
+    summed = ("in_flight", "ledger_in_flight", "connections")
+    return [
+        {
+            **min(seen, key=lambda e: _STATES.index(e["state"]) if e["state"] in _STATES else 9),
+            **{key: sum(e[key] for e in seen) for key in summed},
+            "available": any(e["available"] for e in seen),
+            "opened": max(e["opened"] for e in seen),
+        }
+        for seen in made.values()
+    ]

@@ -1,0 +1,129 @@
+"""One of several router processes, and how they are started: ``tailrace serve --processes N``.
+
+Each worker is a whole router with connections, health checks and a decision log file of its own;
+the system spreads clients' connections over them. What is limited per replica or for the router as
+a whole is divided among them.
+"""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from tailrace.errors import TailraceError
+from tailrace.net.server import ClientConnection
+from tailrace.router.admin import Admin
+from tailrace.router.app import Router, create
+from tailrace.router.decide.chooser import Chooser
+from tailrace.router.observe.decision_log import load_salt
+from tailrace.router.serve_settings import ServeSettings
+from tailrace.router.state.cluster import Fleet
+from tailrace.router.state.shared_state import new_books
+from tailrace.router.workers.peer_workers import Siblings
+from tailrace.router.workers.supervisor import Lines, Supervisor, reserve
+
+Load = Callable[[], ServeSettings]
+Warn = Callable[[str, str], None]
+
+
+def serve_several(
+    settings: ServeSettings,
+    load: Load | None,
+    started: Callable[[ServeSettings], None],
+    failing: Warn,
+) -> int:
+    """Serve with ``settings.processes`` workers until SIGTERM or SIGINT; return the exit code.
+
+    ``started`` is given the settings with the addresses in use, ``failing`` the address of a
+    backend that does not answer, and why.
+    """
+    listen, kept = reserve(settings.listen)
+    held, admin = [kept], settings.admin
+    if admin.listen != "off":
+        where, kept = reserve(admin.listen)
+        held.append(kept)
+        admin = admin.model_copy(update={"listen": where})
+    settings = settings.model_copy(update={"listen": listen, "admin": admin})
+    count, salt = settings.processes, load_salt(settings.decisions.folder)
+    settings.admin.token()
+    books = new_books(settings.backends, count)
+    # Everything is compiled here, once: workers are copies of this process.
+    Chooser(Fleet(settings.backends, seat=books.of(0)), settings.routing).close()
+    with tempfile.TemporaryDirectory(prefix="tailrace-") as folder:
+
+        def work(number: int, lines: Lines) -> int:
+            again = None if load is None else lambda: part_of(load(), number, count)
+            part, seat = part_of(settings, number, count), books.of(number)
+            router = create(part, load=again, salt=salt, seat=seat)
+            siblings = Siblings(Path(folder), number, count)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(_serve(router, siblings, lines, failing))
+
+        supervisor = Supervisor(count, work, drain_s=settings.drain_s, lost=books.clear)
+        try:
+            return supervisor.run(lambda: started(settings))
+        finally:
+            for kept in held:
+                kept.close()
+
+
+def part_of(settings: ServeSettings, number: int, count: int) -> ServeSettings:
+    """Return the settings of one worker: its part of what is limited, and a port that is shared."""
+
+    def part(limit: int | None, least: int = 1) -> int | None:
+        if limit is None:
+            return None
+        return max(least, limit // count + (number < limit % count))
+
+    limits, admission = settings.limits, settings.admission
+    return settings.model_copy(
+        update={
+            "share_port": True,
+            "limits": limits.model_copy(update={"connections": part(limits.connections)}),
+            "admission": admission.model_copy(
+                update={
+                    "max_in_flight": part(admission.max_in_flight),
+                    "queue": part(admission.queue, 0),
+                }
+            ),
+            "backends": tuple(
+                b.model_copy(update={"max_in_flight": part(b.max_in_flight)})
+                for b in settings.backends
+            ),
+        }
+    )
+
+
+async def _serve(router: Router, siblings: Siblings, lines: Lines, failing: Warn) -> int:
+    loop = asyncio.get_running_loop()
+
+    def orphaned() -> None:
+        loop.remove_reader(lines.parent)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    try:
+        loop.add_reader(lines.parent, orphaned)
+        for target, why in await router.probe():
+            if siblings.number == 0:  # they would all say the same
+                failing(target.backend.url, why)
+        await listen_for_siblings(router, siblings)
+        return await router.run(lines.say_ready)
+    finally:
+        await router.stop()
+
+
+async def listen_for_siblings(router: Router, siblings: Siblings) -> None:
+    """Answer what other workers ask, and let this one answer for all of them."""
+    if siblings.number >= siblings.count:
+        raise TailraceError(f"there is no worker {siblings.number} of {siblings.count}")
+    private = Admin(router, None)
+    private.pages |= router.admin.pages | router.admin.parts
+    path = siblings.own_path
+    Path(path).unlink(missing_ok=True)  # of a worker that has died
+    loop = asyncio.get_running_loop()
+    router.also(await loop.create_unix_server(lambda: ClientConnection(private), path))
+    router.admin.siblings = siblings

@@ -1,0 +1,166 @@
+"""How much memory clusters need, and the arrays of a fleet with that much room."""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+
+from tailrace.config import Replica, Router
+from tailrace.sim.result import BATCH
+from tailrace.sim.types import (
+    BLOCK,
+    CLUSTER,
+    EVENT,
+    HEAP_ENTRY,
+    NEWS,
+    REQUEST_FACT,
+    REQUEST_STATE,
+    SERVER,
+    SLOT_ROWS,
+    Fleet,
+    Tables,
+)
+from tailrace.view.devices import num_blocks_of
+from tailrace.view.prefix_index import new_index
+from tailrace.view.records import COST, REPLICA_VIEW, REQUEST_VIEW, ROUTER
+from tailrace.workload.table import RequestTable
+
+
+@dataclass(frozen=True)
+class Room:
+    """Sizes that are enough for some clusters and tables."""
+
+    replicas: int = 1
+    slots: int = 1
+    """Requests that run at once on a replica."""
+    block_size: int = 1
+    blocks: int = 0
+    """KV blocks of a replica with prefix caching."""
+    explicit_slots: int = 0
+    """Requests on a replica that books blocks one by one."""
+    blocks_per_request: int = 0
+    """Most blocks such a request holds."""
+    index_entries: int = 1
+    requests: int = 1
+    waiting: int = 0
+    """Arrivals that depend on the run: turns of sessions, requests routed again."""
+    sessions: int = 0
+    runs: int = 0
+    """Content runs of a table."""
+    runs_per_request: int = 1
+    events: int = 0
+
+    def joined(self, other: "Room") -> "Room":
+        """Return sizes that are enough for both."""
+        return Room(*map(max, astuple(self), astuple(other)))
+
+    def with_slack(self) -> "Room":
+        """Return half as much again of what differs from table to table."""
+        growing = ("blocks_per_request", "waiting", "sessions", "runs", "runs_per_request")
+        return replace(self, **{name: getattr(self, name) * 3 // 2 for name in growing})
+
+
+def is_caching(replica: Replica) -> bool:
+    """Whether a replica has a prefix cache."""
+    return replica.scheduler == "vllm_v1" and replica.prefix_caching
+
+
+def is_explicit(replica: Replica) -> bool:
+    """Whether the blocks of a replica are booked one by one."""
+    return replica.scheduler == "vllm_v1" and (
+        replica.prefix_caching or replica.preallocate_tokens > 0
+    )
+
+
+def room_for(
+    replicas: Sequence[Replica], table: RequestTable, router: Router, events: int = 0
+) -> Room:
+    """Return what one cluster with one table needs."""
+    caching = [r for r in replicas if is_caching(r)]
+    explicit = [r for r in replicas if is_explicit(r)]
+    rows = table.rows
+    return Room(
+        replicas=len(replicas),
+        slots=max(r.batch_cap for r in replicas),
+        block_size=max(r.block_size for r in replicas),
+        blocks=max((num_blocks_of(r) for r in caching), default=0),
+        explicit_slots=max(r.batch_cap for r in replicas) if explicit else 0,
+        blocks_per_request=_longest_row(replicas, table) if explicit else 0,
+        index_entries=router.index_entries if caching else 1,
+        requests=len(table),
+        waiting=len(table) if events else int((rows["parent"] >= 0).sum()),
+        sessions=int(rows["session"].max()) + 1,
+        runs=len(table.runs),
+        runs_per_request=max(int(rows["run_count"].max()), 1),
+        events=events,
+    )
+
+
+def _longest_row(replicas: Sequence[Replica], table: RequestTable) -> int:
+    """Most blocks a request can hold."""
+    rows = table.rows
+    tokens = int((rows["prompt_tokens"].astype(np.int64) + rows["output_tokens"]).max())
+    return max(
+        -(-tokens // r.block_size) + -(-r.preallocate_tokens // r.block_size) + 1 for r in replicas
+    )
+
+
+def new_tables(room: Room, count: int) -> Tables:
+    """Return ``count`` tables without requests."""
+    events = np.zeros((count, room.events), EVENT)
+    events["at"] = np.inf
+    return Tables(
+        facts=np.zeros((count, room.requests), REQUEST_FACT),
+        roots=np.zeros((count, room.requests), np.int32),
+        n_roots=np.zeros(count, np.int64),
+        run_keys=np.zeros((count, room.runs), np.uint64),
+        run_tokens=np.zeros((count, room.runs), np.int32),
+        events=events,
+    )
+
+
+def new_fleet(
+    room: Room,
+    count: int,
+    *,
+    record_batches: int = 0,
+    record_news: bool = False,
+    lookahead: bool = False,
+) -> Fleet:
+    """Return the arrays of ``count`` clusters that are not set up yet."""
+    c, n, rows, slots = count, room.replicas, room.requests, room.slots
+    ghosts = rows if lookahead else 0
+    buckets = 1 << max(2 * room.blocks - 1, 1).bit_length()
+    index = new_index(c * n, room.index_entries)
+    return Fleet(
+        clusters=np.zeros(c, CLUSTER),
+        servers=np.zeros((c, n), SERVER),
+        wake=np.full((c, n), np.inf),
+        slots=np.zeros((c, n, SLOT_ROWS, slots), np.int64),
+        phase=np.zeros((c, n, room.block_size), np.int64),
+        notices=np.zeros((c, 2, slots + 1), np.int64),
+        requests=np.zeros((c, rows), REQUEST_STATE),
+        heap=np.zeros((c, room.waiting + 1), HEAP_ENTRY),
+        blocks=np.zeros((c, n, room.blocks), BLOCK),
+        buckets=np.zeros((c, n, buckets), np.int32),
+        held=np.zeros((c, n, room.explicit_slots, room.blocks_per_request), np.int32),
+        rows_free=np.zeros((c, n, slots + 1), np.int64),
+        batches=np.zeros((c, record_batches), BATCH),
+        news=np.zeros((c, 3 * rows + 1 if record_news else 0), NEWS),
+        key_scratch=np.zeros((c, room.runs_per_request), np.uint64),
+        run_scratch=np.zeros((c, room.runs_per_request), np.int32),
+        ghost=np.zeros((c, 1), SERVER),
+        ghost_slots=np.zeros((c, SLOT_ROWS, slots), np.int64),
+        ghost_phase=np.zeros((c, room.block_size), np.int64),
+        ghost_requests=np.zeros((c, ghosts), REQUEST_STATE),
+        ghost_numbers=np.zeros((c, ghosts), np.int64),
+        requests_view=np.zeros(c, REQUEST_VIEW),
+        replicas_view=np.zeros((c, n), REPLICA_VIEW),
+        router=np.zeros(c, ROUTER),
+        costs=np.zeros((c, n), COST),
+        last_replica=np.full((c, room.sessions), -1, np.int32),
+        index_entries=index.entries.reshape(c, n, -1),
+        index_slots=index.slots.reshape(c, n, -1),
+        index_totals=index.totals.reshape(c, n),
+        scores=np.zeros((c, n)),
+    )

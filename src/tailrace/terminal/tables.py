@@ -1,0 +1,234 @@
+"""Tables for people. What does not fit the terminal is left out, least important first."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tailrace.evaluate.judge.compare import Comparison, Entry, Interval
+from tailrace.evaluate.measure.metrics import Latency, Summary
+from tailrace.evaluate.search.capacity import MaxLoad
+from tailrace.sim.cost_accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
+
+UNKNOWN = "-"
+STATISTICS = (("mean", "mean"), ("p50", "P50"), ("p90", "P90"), ("p99", "P99"))
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: heading lines, cells, and how dearly we want to keep it (0: always)."""
+
+    heading: tuple[str, str]
+    cells: Sequence[str]
+    keep: int = 0
+    left: bool = False
+    label: str = ""
+
+    @property
+    def width(self) -> int:
+        """Characters it needs."""
+        return max(map(len, (*self.heading, *self.cells)))
+
+
+def number(value: float | None) -> str:
+    """Return a figure with three significant digits, at most three decimals and no exponent."""
+    if value is None:
+        return UNKNOWN
+    for limit, decimals in ((0.9995, 3), (9.995, 2), (99.95, 1)):
+        if abs(value) < limit:
+            return f"{value:.{decimals}f}"
+    return f"{value:.0f}"
+
+
+def percent(share: float) -> str:
+    """Return a share as a percentage."""
+    return f"{100 * share:.0f}%"
+
+
+def fitted(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+    """Split columns into those that fit into ``width`` characters and those left out."""
+    kept = list(columns)
+    dropped: list[Column] = []
+    while sum(c.width + 1 for c in kept) - 1 > width:
+        candidates = [c for c in kept if c.keep > 0]
+        if not candidates:
+            break
+        worst = max(c.keep for c in candidates)
+        dropped += [c for c in kept if c.keep == worst]
+        kept = [c for c in kept if c.keep != worst]
+    return kept, dropped
+
+
+def print_columns(console: Console, columns: Sequence[Column], bold: Sequence[int] = ()) -> None:
+    """Print columns side by side; rows in ``bold`` stand out."""
+    kept, dropped = fitted(columns, console.width)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for column in kept:
+        heading = "\n".join(column.heading)
+        justify = "left" if column.left else "right"
+        table.add_column(Text(heading), justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for row, cells in enumerate(zip(*(c.cells for c in kept), strict=True)):
+        table.add_row(*map(Text, cells), style="bold" if row in bold else None)
+    console.print(table)
+    if dropped:
+        labels = ", ".join(c.label or c.heading[-1] for c in dropped)
+        console.print(Text(f"Left out for lack of width: {labels}.", style="dim"))
+
+
+def print_comparison(console: Console, comparison: Comparison) -> None:
+    """Print the ranked table of a comparison."""
+    entries = comparison.entries
+    means = [e.mean for e in entries]
+    columns = [
+        Column(("", "policy"), [e.policy for e in entries], left=True),
+        Column(("cost", "s"), [_two_decimals(m.cost_s) for m in means]),
+        Column(("vs.", "ref."), [_ratio(e.versus_reference) for e in entries]),
+        Column(("95 %", "interval"), [_interval(e.versus_reference) for e in entries], 2),
+    ]
+    columns += _latency_columns("TTFT", "s", [m.ttft_s for m in means], 1.0)
+    columns += _latency_columns("TPOT", "ms", [m.tpot_s for m in means], 1e3)
+    columns += _latency_columns("E2E", "s", [m.e2e_s for m in means], 1.0)
+    columns += [
+        Column(("req", "/s"), [number(m.requests_per_s) for m in means]),
+        Column(("", "imb."), [number(m.imbalance) for m in means], 1, label="imbalance"),
+        Column(("", "hit"), [percent(m.prefix_hit_rate) for m in means], 3, label="prefix hits"),
+    ]
+    if any(m.failed or m.pending for m in means):
+        columns.append(Column(("", "unserved"), [str(m.failed + m.pending) for m in means]))
+    reference = [i for i, e in enumerate(entries) if e.policy == comparison.reference]
+    print_columns(console, columns, bold=reference)
+    console.print(Text(_comparison_note(comparison), style="dim"))
+
+
+def _latency_columns(name: str, unit: str, values: Sequence[Latency], scale: float) -> list[Column]:
+    """Four columns under one heading: mean, P50, P90, P99."""
+    tops = (name, "", "", unit)
+    patience = ("TTFT", "E2E", "TPOT").index(name)
+    keeps = {"mean": 0, "p50": 7 + patience, "p90": 4 + patience, "p99": 0}
+    return [
+        Column(
+            (top, title),
+            [number(_scaled(getattr(v, field), scale)) for v in values],
+            keeps[field],
+            label=f"{name} {title}",
+        )
+        for top, (field, title) in zip(tops, STATISTICS, strict=True)
+    ]
+
+
+def _scaled(value: float | None, scale: float) -> float | None:
+    return None if value is None else value * scale
+
+
+def _ratio(interval: Interval | None) -> str:
+    return UNKNOWN if interval is None else _two_decimals(interval.ratio)
+
+
+def _interval(interval: Interval | None) -> str:
+    if interval is None or interval.low is None or interval.high is None:
+        return UNKNOWN
+    return f"{_two_decimals(interval.low)}-{_two_decimals(interval.high)}"
+
+
+def _two_decimals(ratio: float) -> str:
+    """Two decimals as long as that takes four characters, so that columns stay narrow."""
+    return f"{ratio:.2f}" if ratio < 9.995 else number(ratio)
+
+
+def _comparison_note(comparison: Comparison) -> str:
+    entry: Entry = comparison.entries[0]
+    seeds = len(comparison.seeds)
+    pace = (
+        "own pace" if comparison.rate_rps is None else f"{number(comparison.rate_rps)} requests/s"
+    )
+    return (
+        f"{entry.mean.requests // seeds} requests at {pace}, {seeds} seed{'s' * (seeds > 1)}, "
+        f"{comparison.scenario.cluster.size} replicas. "
+        f"cost = mean of {_cost_formula()}; "
+        f"ref. = {comparison.reference}; imb. = largest / mean busy time."
+    )
+
+
+def _cost_formula() -> str:
+    ttft = "TTFT" if TTFT_WEIGHT == 1 else f"{TTFT_WEIGHT:g}*TTFT"
+    return (
+        f"{E2E_WEIGHT:g}*E2E + {ttft} + {LATE_WEIGHT:g}*max(0, TTFT - SLO), "
+        f"{LOST_COST_S:g} more if unserved"
+    )
+
+
+def print_max_load(console: Console, found: MaxLoad) -> None:
+    """Print the steps of a search for the highest load, and what it found."""
+    probes = sorted(found.probes, key=lambda p: p.rate_rps)
+    runs = [p.summary for p in probes]
+    columns = [
+        Column(("offered", "req/s"), [number(p.rate_rps) for p in probes]),
+        Column(("", "load"), [f"{p.load:.3f}" for p in probes]),
+        Column(("within", "SLO"), [f"{100 * s.slo_attainment:.1f}%" for s in runs]),
+        Column(("TTFT", "P99 s"), [number(s.ttft_s.p99) for s in runs]),
+        Column(("TPOT", "P99 ms"), [number(_scaled(s.tpot_s.p99, 1e3)) for s in runs]),
+        Column(("E2E", "P99 s"), [number(s.e2e_s.p99) for s in runs]),
+        Column(("delay", "P99 s"), [number(s.scheduling_delay_s.p99) for s in runs]),
+        Column(("goodput", "req/s"), [number(s.goodput_rps) for s in runs]),
+        Column(("", "holds"), ["yes" if p.met else "no" for p in probes]),
+    ]
+    print_columns(console, columns)
+    aim = " and ".join(map(str, found.objectives))
+    if found.rate_rps is None or found.load is None:
+        verdict = f"Not even {number(probes[0].rate_rps)} requests/s is within {aim}."
+    else:
+        more = "" if found.bounded else " or more"
+        verdict = (
+            f"{found.policy} holds {number(found.rate_rps)} requests/s{more} within {aim}: "
+            f"{found.load:.2f} of the saturation throughput of {number(found.saturation_rps)}."
+        )
+    console.print(Text(verdict))
+
+
+def print_summary(console: Console, summary: Summary) -> None:
+    """Print the figures of one run."""
+    rows = (
+        ("time to first token", "s", summary.ttft_s, 1.0),
+        ("time per output token", "ms", summary.tpot_s, 1e3),
+        ("end to end", "s", summary.e2e_s, 1.0),
+        ("scheduling delay", "s", summary.scheduling_delay_s, 1.0),
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("latency")
+    for title in ("", *(title for _, title in STATISTICS)):
+        table.add_column(title, justify="right")
+    for label, unit, latency, scale in rows:
+        cells = [number(_scaled(getattr(latency, field), scale)) for field, _ in STATISTICS]
+        table.add_row(label, unit, *cells)
+    console.print(table)
+    console.print()
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    for label, value in _facts(summary):
+        facts.add_row(label, value)
+    console.print(facts)
+
+
+def _facts(s: Summary) -> list[tuple[str, str]]:
+    tokens = number(s.output_tokens_per_s)
+    facts = [
+        ("requests", f"{s.finished} of {s.requests} finished in {s.duration_s:.1f} s"),
+        ("throughput", f"{number(s.requests_per_s)} requests/s, {tokens} output tokens/s"),
+        ("within SLO", f"{100 * s.slo_attainment:.1f} %, {number(s.goodput_rps)} requests/s"),
+        ("composite cost", f"{number(s.cost_s)} s"),
+        ("prefix hits", f"{100 * s.prefix_hit_rate:.1f} % of prompt tokens"),
+        ("mean batch size", number(s.mean_batch_size)),
+        ("preemptions", str(s.preemptions)),
+        ("imbalance", f"{s.imbalance:.3f} (largest / mean busy time)"),
+        ("shares", _shares(s.replica_share)),
+    ]
+    if s.failed or s.pending or s.rerouted:
+        facts.append(("failures", f"{s.failed} failed, {s.rerouted} rerouted, {s.pending} pending"))
+    return facts
+
+
+def _shares(shares: Sequence[float]) -> str:
+    if len(shares) <= 8:
+        return " ".join(percent(share) for share in shares)
+    return f"{percent(min(shares))} to {percent(max(shares))} of requests per replica"

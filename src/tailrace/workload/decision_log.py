@@ -1,0 +1,295 @@
+"""Reader of the live router's decision log: traffic as it came, without its text.
+
+A file (``.jsonl`` or ``.jsonl.gz``) or a folder of them. Each request that was answered becomes a
+row; those that never were are counted as left out. Content hashes stand for blocks of text, so the
+rows share exactly the prefixes that the prompts shared. A turn that continues an earlier prompt and
+its answer continues that row's last content run, and arrives its think time after it.
+"""
+
+import base64
+import binascii
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.errors import TailraceError
+from tailrace.workload.blocks import block_runs
+from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS
+from tailrace.workload.draft import blank_rows
+from tailrace.workload.table import RUN, RequestTable
+from tailrace.workload.trace_formats import Imported
+
+Ints = NDArray[np.int64]
+
+FORMAT = 1
+_MARK = b'"tailrace":"decisions"'
+_GZIP = b"\x1f\x8b"
+_HASH_BYTES = 8
+
+
+class _Line(NamedTuple):
+    """One answered request."""
+
+    request: str
+    arrived: float  # s, Unix time
+    ended: float
+    prompt: int
+    output: int
+    session: str | None
+    ttft_slo_s: float | None
+    priority: int
+    units: int  # length of the content, in units of which a block has block_units
+    block_units: int
+    blocks: bytes  # hashes of the whole blocks, one after the other
+    end: str  # hash of the whole prompt
+    continues: str | None  # hash of the earlier prompt whose answer this one contains
+
+
+def is_log(start: bytes) -> bool:
+    """Whether a file that begins like this is a decision log."""
+    if start.startswith(_GZIP):
+        try:
+            start = zlib.decompressobj(wbits=31).decompress(start, 4096)
+        except zlib.error:
+            return False
+    return _MARK in start.partition(b"\n")[0].replace(b" ", b"")
+
+
+def files(folder: Path) -> list[Path]:
+    """Return the logs in a folder, the oldest first; none if it is no folder."""
+    return sorted(p for end in ("", ".gz") for p in folder.glob(f"decisions-*.jsonl{end}"))
+
+
+def read(path: Path) -> Imported:
+    """Read a decision log; rows are in the order in which requests arrived."""
+    done: dict[str, tuple[_Line, int]] = {}
+    unanswered: set[str] = set()
+    for where, number, data in records(path):
+        request = _text(where, data, "id")
+        if data.get("outcome") != "done" or not data.get("output_tokens"):
+            unanswered.add(request)
+        else:
+            done[request] = (_line(where, request, data), number)
+    if not done:
+        raise TailraceError(f"{path} has no answered requests")
+    chosen = sorted(done.values(), key=lambda item: item[0].arrived)
+    lines = [line for line, _ in chosen]
+    rows = blank_rows(len(lines))
+    first = lines[0].arrived
+    rows["arrival_s"] = [line.arrived - first for line in lines]
+    rows["prompt_tokens"] = [line.prompt for line in lines]
+    rows["output_tokens"] = [line.output for line in lines]
+    rows["priority"] = [-line.priority for line in lines]  # here higher is more urgent
+    for row, line in zip(rows, lines, strict=True):
+        if line.ttft_slo_s is not None:
+            row["ttft_slo_s"] = line.ttft_slo_s
+    continued = _link_sessions(rows, lines)
+    runs = _content(rows, lines, continued)
+    numbers = np.array([number for _, number in chosen])
+    skipped = len(unanswered - done.keys())
+    return Imported(RequestTable(rows, runs), numbers, skipped=skipped)
+
+
+# ---- lines --------------------------------------------------------------------------------------
+
+
+def records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield where a record stands, its line number, and itself."""
+    for file in files(path) or [path]:
+        last_error: str | None = None
+        for number, line in enumerate(_lines(file), start=1):
+            if last_error is not None:
+                raise TailraceError(last_error)
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            try:
+                data = json.loads(line)
+            except ValueError as error:
+                # A router that was killed leaves half a line, but only as the last one.
+                last_error = f"{where}: not JSON ({error})"
+                continue
+            if not isinstance(data, dict):
+                raise TailraceError(f"{where}: must be a JSON object")
+            if data.get("tailrace") == "decisions":
+                if data.get("format") != FORMAT:
+                    raise TailraceError(
+                        f"{where}: a decision log of format {data.get('format')}, this version "
+                        f"reads format {FORMAT}; use the version of Tailrace that wrote it"
+                    )
+                continue
+            yield where, number, data
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    with file.open("rb") as raw:
+        zipped = raw.read(2) == _GZIP
+    try:
+        with gzip.open(file, "rb") if zipped else file.open("rb") as source:
+            yield from source
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise TailraceError(f"{file} is damaged: {error}") from None
+
+
+def _line(where: str, request: str, data: dict[str, Any]) -> _Line:
+    slo_s = data.get("ttft_slo_s")
+    session = data.get("session")
+    blocks = _decoded(where, data.get("blocks") or "")
+    continues = data.get("continues")
+    return _Line(
+        request,
+        _number(where, data, "arrived", 0, MAX_TIME_S),
+        _number(where, data, "last", 0, MAX_TIME_S),
+        int(_number(where, data, "prompt_tokens", 1, MAX_TOKENS)),
+        int(_number(where, data, "output_tokens", 1, MAX_TOKENS)),
+        session if isinstance(session, str) else None,
+        None if slo_s is None else _number(where, data, "ttft_slo_s", 1e-9, 1e9),
+        int(_number(where, data, "priority", -(2**31) + 1, 2**31 - 1)),
+        int(_number(where, data, "units", 1, 2**40)) if blocks else 1,
+        int(_number(where, data, "block_units", 1, 2**20)) if blocks else 1,
+        blocks,
+        str(data.get("end", "")),
+        continues if isinstance(continues, str) else None,
+    )
+
+
+def _text(where: str, data: dict[str, Any], key: str) -> str:
+    value = data.get(key)
+    if not isinstance(value, str):
+        raise TailraceError(f"{where}, column {key}: must be a text, got {value!r}")
+    return value
+
+
+def _number(where: str, data: dict[str, Any], key: str, low: float, high: float) -> float:
+    value = data.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TailraceError(f"{where}, column {key}: must be a number, got {value!r}")
+    if not low <= value <= high:  # also refuses NaN
+        raise TailraceError(
+            f"{where}, column {key}: must be between {low:g} and {high:g}, got {value}"
+        )
+    return value
+
+
+def _decoded(where: str, text: Any) -> bytes:
+    try:
+        blocks = base64.b64decode(text, validate=True)
+    except (binascii.Error, TypeError, ValueError):
+        blocks = b"?"
+    if len(blocks) % _HASH_BYTES:
+        raise TailraceError(f"{where}, column blocks: must be hashes in base64")
+    return blocks
+
+
+# ---- sessions and content -----------------------------------------------------------------------
+
+
+def _link_sessions(rows: NDArray[np.void], lines: list[_Line]) -> Ints:
+    """Number sessions and turns and set parents; return whose content each row [R] continues.
+
+    -1: nobody's. A turn that came before the answer to the last one had ended has no parent, and
+    keeps its recorded time.
+    """
+    numbers: dict[str, int] = {}
+    latest: dict[str, int] = {}
+    turns: dict[str, int] = {}
+    ends: dict[str, int] = {}
+    continued = np.full(len(rows), -1, np.int64)
+    for at, line in enumerate(lines):
+        if line.continues is not None:
+            # Of two ways to go on only the first can be the conversation's own stream.
+            before = ends.pop(line.continues, -1)
+            if before >= 0 and lines[before].prompt < line.prompt:
+                continued[at] = before
+        if line.end:
+            ends[line.end] = at
+        session = line.session
+        if session is None:
+            continue
+        rows["session"][at] = numbers.setdefault(session, len(numbers))
+        rows["turn"][at] = turns.get(session, 0)
+        turns[session] = turns.get(session, 0) + 1
+        before = latest.get(session, -1)
+        if before >= 0 and lines[before].ended <= line.arrived:
+            rows["parent"][at] = before
+            rows["think_s"][at] = line.arrived - lines[before].ended
+        latest[session] = at
+    return continued
+
+
+def _content(rows: NDArray[np.void], lines: list[_Line], continued: Ints) -> NDArray[np.void]:
+    """Give rows their content runs; return the runs [U]."""
+    block_tokens = _block_tokens(lines)
+    known: dict[bytes, int] = {}
+    ids: list[int] = []
+    counts = np.zeros(len(rows), np.int64)
+    for at, line in enumerate(lines):
+        if continued[at] >= 0:
+            continue
+        # The last token is always private, so that no answer continues a block others share.
+        count = min(len(line.blocks) // _HASH_BYTES, (line.prompt - 1) // block_tokens)
+        for k in range(count):
+            key = line.blocks[k * _HASH_BYTES : (k + 1) * _HASH_BYTES]
+            ids.append(known.setdefault(key, len(known)))
+        counts[at] = count
+    base = block_runs(rows, np.array(ids, np.int64), counts, block_tokens)
+    return _continue_runs(rows, _own_runs(rows, base, counts, continued), continued)
+
+
+def _block_tokens(lines: list[_Line]) -> int:
+    """Tokens of a block of text, the same for all rows: by the mean of prompts that have blocks."""
+    units = sum(line.units for line in lines if line.blocks)
+    tokens = sum(line.prompt for line in lines if line.blocks)
+    sizes = {line.block_units for line in lines if line.blocks}
+    if len(sizes) > 1:
+        raise TailraceError(
+            "the log's files have content blocks of different sizes; import them one by one"
+        )
+    return max(1, round(max(sizes, default=1) * tokens / max(1, units)))
+
+
+def _own_runs(
+    rows: NDArray[np.void], runs: NDArray[np.void], counts: Ints, continued: Ints
+) -> NDArray[np.void]:
+    """Give rows without blocks that others continue a run of their own; return all runs.
+
+    A row without runs shares nothing, so nothing could continue it.
+    """
+    spare = int(runs["segment"].max(initial=-1)) + 1
+    bare = np.flatnonzero((counts == 0) & (continued < 0))
+    wanted = np.intersect1d(bare, continued)
+    extra = np.zeros(len(wanted), RUN)
+    extra["segment"] = spare + np.arange(len(wanted))
+    extra["tokens"] = rows["prompt_tokens"][wanted]
+    rows["run_start"][wanted] = len(runs) + np.arange(len(wanted))
+    rows["run_count"][wanted] = 1
+    return np.concatenate([runs, extra])
+
+
+def _continue_runs(
+    rows: NDArray[np.void], runs: NDArray[np.void], continued: Ints
+) -> NDArray[np.void]:
+    """Give rows that continue another that row's runs, the last one longer."""
+    more: list[tuple[int, int, int]] = []
+    start = len(runs)
+    made: dict[int, list[tuple[int, int, int]]] = {}
+    for at in np.flatnonzero(continued >= 0).tolist():
+        before = int(continued[at])
+        theirs = made.get(before)
+        if theirs is None:
+            first, count = int(rows["run_start"][before]), int(rows["run_count"][before])
+            theirs = [tuple(run) for run in runs[first : first + count].tolist()]
+        longer = int(rows["prompt_tokens"][at]) - int(rows["prompt_tokens"][before])
+        segment, tokens, _ = theirs[-1]
+        mine = [*theirs[:-1], (segment, tokens + longer, 0)]
+        made[at] = mine
+        rows["run_start"][at] = start + len(more)
+        rows["run_count"][at] = len(mine)
+        more += mine
+    return np.concatenate([runs, np.array(more, RUN)]) if more else runs

@@ -1,0 +1,171 @@
+"""Readers of public trace formats. Times begin at 0 with the first request."""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from tailrace.errors import TailraceError
+from tailrace.workload.blocks import block_runs
+from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS, Sheet
+from tailrace.workload.draft import blank_rows
+from tailrace.workload.table import RUN, RequestTable
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+#: Tokens per hash in Mooncake's traces.
+MOONCAKE_BLOCK = 512
+
+
+class Imported(NamedTuple):
+    """Rows in the order of the file, where they stood in it, and what was left out."""
+
+    table: RequestTable
+    source_row: Ints
+    skipped: int = 0
+    has_arrivals: bool = True
+
+
+def azure(sheet: Sheet) -> Imported:
+    """Azure LLM inference 2023 and 2024: TIMESTAMP, ContextTokens, GeneratedTokens."""
+    text = pc.replace_substring_regex(
+        pc.utf8_trim_whitespace(sheet.raw("TIMESTAMP")), r"(Z|\+00:00)$", ""
+    )
+    stamp = sheet.cast("TIMESTAMP", text, pa.timestamp("ns"), "a date and time")
+    stamp_ns = stamp.cast(pa.int64()).to_numpy(zero_copy_only=False)
+    arrival_s = (stamp_ns - stamp_ns[0]) / 1e9
+    return _plain(arrival_s, sheet.tokens("ContextTokens"), sheet.tokens("GeneratedTokens"))
+
+
+def vidur(sheet: Sheet) -> Imported:
+    """Vidur: num_prefill_tokens, num_decode_tokens and, in some files, arrived_at in s."""
+    prompt = sheet.tokens("num_prefill_tokens")
+    output = sheet.tokens("num_decode_tokens")
+    if "arrived_at" not in sheet:
+        return _plain(np.zeros(len(sheet)), prompt, output)._replace(has_arrivals=False)
+    return _plain(sheet.seconds("arrived_at"), prompt, output)
+
+
+def burstgpt(sheet: Sheet) -> Imported:
+    """BurstGPT: Timestamp in s, Request tokens, Response tokens; in later releases Session ID.
+
+    No response tokens mean that the request failed: such rows are left out and counted.
+    """
+    arrival_s = sheet.seconds("Timestamp")
+    output = sheet.tokens("Response tokens", low=0)
+    prompt = sheet.tokens("Request tokens", low=0)
+    kept = np.flatnonzero(output > 0)
+    if kept.size == 0:
+        raise TailraceError(f"{sheet.path}: all {len(sheet)} requests failed (no response tokens)")
+    empty = (prompt == 0) & (output > 0)
+    sheet.refuse(empty, "Request tokens", "must be at least 1, got {}")
+    table = _plain(arrival_s[kept], prompt[kept], output[kept]).table
+    if "Session ID" in sheet:
+        _number_sessions(table.rows, sheet.raw("Session ID").take(pa.array(kept)))
+    return Imported(table, kept, skipped=len(sheet) - kept.size)
+
+
+def mooncake(path: Path) -> Imported:
+    """Mooncake: JSON lines with timestamp in ms, input_length, output_length, hash_ids.
+
+    ``hash_ids`` has one number per block of 512 prompt tokens; the last block need not be full,
+    and its number may be missing. Equal numbers from the start on mean an equal prefix.
+    """
+    stamps_ms: list[float] = []
+    lengths: list[tuple[int, int]] = []
+    ids: list[int] = []
+    counts: list[int] = []
+    lines: list[int] = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            record = _record(f"{path}, line {number}", line)
+            stamps_ms.append(record.timestamp_ms)
+            lengths.append((record.prompt, record.output))
+            ids += record.hash_ids
+            counts.append(len(record.hash_ids))
+            lines.append(number)
+    if not lines:
+        raise TailraceError(f"{path} is empty")
+    prompt, output = np.array(lengths, np.int64).T
+    table = _plain((np.array(stamps_ms) - stamps_ms[0]) / 1e3, prompt, output).table
+    flat = np.array(ids, np.int64)
+    runs = block_runs(table.rows, flat, np.array(counts, np.int64), MOONCAKE_BLOCK)
+    return Imported(RequestTable(table.rows, runs), np.array(lines))
+
+
+class _Record(NamedTuple):
+    timestamp_ms: float
+    prompt: int
+    output: int
+    hash_ids: list[int]
+
+
+def _record(where: str, line: str) -> _Record:
+    """Check one line of a Mooncake file."""
+    try:
+        data = json.loads(line)
+    except ValueError as error:
+        raise TailraceError(f"{where}: not JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise TailraceError(f"{where}: must be a JSON object")
+    prompt = int(_number(where, data, "input_length", 1, MAX_TOKENS, whole=True))
+    output = int(_number(where, data, "output_length", 1, MAX_TOKENS, whole=True))
+    stamp_ms = _number(where, data, "timestamp", 0, MAX_TIME_S * 1e3)
+    ids = data.get("hash_ids") or []
+    if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**63 for i in ids):
+        raise TailraceError(f"{where}, column hash_ids: must be a list of whole numbers")
+    full, partial = divmod(prompt, MOONCAKE_BLOCK)
+    if ids and len(ids) not in (full, full + bool(partial)):
+        raise TailraceError(
+            f"{where}, column hash_ids: {len(ids)} blocks of {MOONCAKE_BLOCK} tokens do not make "
+            f"a prompt of {prompt}"
+        )
+    return _Record(stamp_ms, prompt, output, ids)
+
+
+def _number(
+    where: str, data: dict[str, Any], key: str, low: float, high: float, *, whole: bool = False
+) -> float:
+    """Return a number of a record within bounds."""
+    if key not in data:
+        raise TailraceError(f"{where}, column {key}: is missing")
+    value = data[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TailraceError(f"{where}, column {key}: must be a number, got {value!r}")
+    if not low <= value <= high:  # also refuses NaN
+        raise TailraceError(
+            f"{where}, column {key}: must be between {low:g} and {high:g}, got {value}"
+        )
+    if whole and value != int(value):
+        raise TailraceError(f"{where}, column {key}: must be a whole number, got {value}")
+    return float(value)
+
+
+def _plain(arrival_s: Floats, prompt: Ints, output: Ints) -> Imported:
+    """Return rows without content, their times as given."""
+    rows = blank_rows(len(arrival_s))
+    rows["arrival_s"], rows["prompt_tokens"], rows["output_tokens"] = arrival_s, prompt, output
+    return Imported(RequestTable(rows, np.zeros(0, RUN)), np.arange(len(rows)))
+
+
+def _number_sessions(rows: NDArray[np.void], ids: Any) -> None:
+    """Set session and turn of rows [n] from a trace's ids [n] (Arrow strings); empty: no session.
+
+    The turns keep their recorded times: the trace does not say when an answer had been read.
+    """
+    encoded = pc.utf8_trim_whitespace(ids).dictionary_encode()
+    code = encoded.indices.to_numpy(zero_copy_only=False)
+    member = np.flatnonzero(np.array([d != "" for d in encoded.dictionary.to_pylist()])[code])
+    _, session = np.unique(code[member], return_inverse=True)
+    order = np.argsort(session, kind="stable")
+    first = np.flatnonzero(np.diff(session[order], prepend=-1))
+    turn = np.arange(len(order)) - np.repeat(first, np.diff(first, append=len(order)))
+    rows["session"][member] = session
+    rows["turn"][member[order]] = turn

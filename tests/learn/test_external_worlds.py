@@ -1,0 +1,92 @@
+"""Which world a run plays in, and what is refused before it has done anything."""
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("torch")
+
+from learn.tiny import SETTINGS, Noted, scenario_file
+from tailrace.cli.train import command
+from tailrace.config import Cluster, Event, Replica, Scenario
+from tailrace.errors import TailraceError
+from tailrace.learn import external_worlds
+from tailrace.learn import settings as s
+from tailrace.learn.improve.improvement import Ppo
+from tailrace.learn.trainer import Trainer
+from tailrace.learn.world_schedule import Plan
+from tailrace.policy.learned import checkpoint
+
+
+def test_every_world_has_its_ppo():
+    assert list(external_worlds.WORLDS) == ["sim", "vidur", "live"]
+    assert external_worlds.WORLDS["sim"] is Ppo
+    for kind in external_worlds.WORLDS.values():
+        assert issubclass(kind, Ppo)
+
+
+@pytest.mark.compiled
+def test_200_ppo_steps_in_the_simulator(tmp_path):
+    over = {
+        "start": "tailrace", "env": "sim", "method": "ppo", "updates": 2,
+        "scenarios": [scenario_file(tmp_path, "chat", 12.0)],
+        "demonstrations": {"rounds": 0},
+        "ppo": {"clusters": 4, "decisions": 32, "minibatch": 64},
+    }  # fmt: skip
+    watcher = Noted()
+    Trainer(tmp_path / "run", s.build(SETTINGS, over), 1, watcher).run()
+    assert sum(figures["samples"] for figures in watcher.figures) == 256
+    shipped = checkpoint.shipped().tensors
+    trained = checkpoint.read(tmp_path / "run" / "last.tailrace")[1]
+    assert (shipped["scorer.hidden.weight"] != trained["scorer.hidden.weight"]).any()
+    assert all(np.isfinite(tensor).all() for tensor in trained.values())
+
+
+def planned(**over):
+    scenario = Scenario(
+        name="mine",
+        cluster=Cluster(replicas=(Replica(count=2),)),
+        workload={"name": "chat", "rate": 5.0},
+        **over.pop("scenario", {}),
+    )
+    settings = s.build(SETTINGS, {"scenarios": [scenario], "method": "ppo", **over})
+    return settings, Plan(settings)
+
+
+def test_what_vidur_cannot_play_is_told_at_once(monkeypatch):
+    monkeypatch.setattr(external_worlds, "require", lambda: None)
+    external_worlds.check(*planned(env="vidur"))
+    dies = {"events": (Event(at_s=1.0, replica=0, kind="die"),)}
+    with pytest.raises(TailraceError, match="vidur has no failures or drains"):
+        external_worlds.check(*planned(env="vidur", scenario=dies))
+
+
+def test_what_a_live_router_needs_is_told_at_once(tmp_path, monkeypatch):
+    path = tmp_path / "router.toml"
+    with pytest.raises(TailraceError, match="cannot read"):
+        external_worlds.check(*planned(env="live", serve=str(path)))
+    path.write_text('backends = [{url = "http://127.0.0.1:1"}]')
+    with pytest.raises(TailraceError, match="with one backend there is no choice"):
+        external_worlds.check(*planned(env="live", serve=str(path)))
+    path.write_text('backends = [{url = "http://127.0.0.1:1"}, {url = "http://127.0.0.1:2"}]')
+    external_worlds.check(*planned(env="live", serve=str(path)))
+    monkeypatch.setattr("tailrace.integrations.live_training.router.find_spec", lambda name: None)
+    with pytest.raises(TailraceError, match=r"needs httptools: pip install 'tailrace\[serve\]'"):
+        external_worlds.check(*planned(env="live", serve=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--env", "live"), "env = 'live' needs serve"),
+        (("--env", "live", "--set", "method=branching", "--serve", "x"), "needs method = 'ppo'"),
+        (("--serve", "x.toml"), "but env = 'sim'"),
+        (("--resume", "runs/x", "--env", "vidur"), "takes no other settings"),
+    ],
+)
+def test_the_commands_options_become_settings(tmp_path, options, message):
+    """PPO is what these worlds need, so it need not be asked for; whoever asks for another errs."""
+    given = [] if "--resume" in options else ["--scenario", scenario_file(tmp_path)]
+    result = CliRunner().invoke(command, [*given, *options])
+    assert isinstance(result.exception, TailraceError)
+    assert message in str(result.exception)

@@ -1,0 +1,178 @@
+"""The decision log: complete, without text, rotated, and harmless when the disk is not."""
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.fleets import Clock, chat, new_fleet, send
+from tailrace.errors import TailraceError
+from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings, load_salt
+from tailrace.router.state.cluster import Fleet
+
+SECRET = "xyzzy plugh"
+
+
+def _log(folder: Path | None, **settings: Any) -> DecisionLog:
+    return DecisionLog(DecisionLogSettings(folder=folder, **settings), b"s" * 32, clock_now=0.0)
+
+
+def _play(log: DecisionLog, fleet: Fleet, count: int = 1) -> None:
+    for i in range(count):
+        flight = send(fleet, chat(f"{SECRET} {i} " * 100, user=SECRET))
+        flight.tokens(2)
+        flight.usage(700, 9, 64)
+        flight.close("done")
+        log.write(flight, "done")
+
+
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(folder.glob("decisions-*")):
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        found += [json.loads(line) for line in data.splitlines()]
+    return [line for line in found if "id" in line]
+
+
+def test_a_line_says_all_there_is_to_know(tmp_path: Path) -> None:
+    clock = Clock(50.0)
+    fleet = new_fleet(2, clock)
+    log = _log(tmp_path)
+    flight = send(fleet, chat("hello " * 300, priority=2), 1)
+    clock.now = 51.0
+    flight.tokens(1)
+    clock.now = 53.0
+    flight.usage(450, 12, 0)
+    flight.close("done")
+    log.write(flight, "done")
+    log.close()
+    (line,) = _lines(tmp_path)
+    assert (line["replica"], line["policy"], line["outcome"]) == (1, "least_outstanding", "done")
+    assert (line["prompt_tokens"], line["prompt_known"]) == (450, "usage")
+    assert (line["output_tokens"], line["priority"], line["model"]) == (12, 2, "m")
+    assert (line["cached_believed"], line["cached_reported"]) == (0, 0)
+    assert line["first"] - line["arrived"] == pytest.approx(1.0)
+    assert line["last"] - line["sent"] == pytest.approx(3.0)
+    assert line["estimated"] is False
+    assert log.written == 1
+
+
+def test_no_text_and_no_name_of_a_user_is_written(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    _play(log, new_fleet(1), 3)
+    log.close()
+    data = b"".join(path.read_bytes() for path in tmp_path.glob("decisions-*"))
+    assert b"id" in data
+    for part in SECRET.split():
+        assert part.encode() not in data
+
+
+def test_equal_content_has_equal_hashes_under_one_salt_only(tmp_path: Path) -> None:
+    fleet = new_fleet(1)
+    found = []
+    for name, salt in (("a", b"1" * 32), ("b", b"1" * 32), ("c", b"2" * 32)):
+        settings = DecisionLogSettings(folder=tmp_path / name)
+        log = DecisionLog(settings, salt, clock_now=0.0)
+        _play(log, fleet)
+        log.close()
+        found.append(_lines(tmp_path / name)[0])
+    assert found[0]["blocks"] == found[1]["blocks"] != found[2]["blocks"]
+    assert found[0]["session"] == found[1]["session"] != found[2]["session"]
+
+
+def test_content_may_be_left_out(tmp_path: Path) -> None:
+    log = _log(tmp_path, content=False)
+    _play(log, new_fleet(1))
+    log.close()
+    assert "blocks" not in _lines(tmp_path)[0]
+
+
+def test_files_are_rotated_by_size_compressed_and_limited_in_number(tmp_path: Path) -> None:
+    log = _log(tmp_path, max_mb=0.005, keep=3)
+    _play(log, new_fleet(1), 60)
+    log.close()
+    files = sorted(path.name for path in tmp_path.glob("decisions-*"))
+    assert len([name for name in files if name.endswith(".gz")]) >= 2
+    assert len(files) <= 4  # three, and the one under way
+    assert not list(tmp_path.glob("*.partial"))
+    ids = [int(line["id"].split("-")[1]) for line in _lines(tmp_path)]
+    assert ids == list(range(ids[0], 60))
+    assert log.dropped == 0
+
+
+def test_a_file_is_closed_by_age(tmp_path: Path) -> None:
+    log = _log(tmp_path, max_age_s=1e-9)
+    _play(log, new_fleet(1), 3)
+    log.close()
+    assert len(list(tmp_path.glob("decisions-*.gz"))) == 3
+
+
+def test_what_a_dead_router_left_is_compressed_at_the_next_start(tmp_path: Path) -> None:
+    left = tmp_path / "decisions-20200101T000000-999999999-0001.jsonl"
+    left.write_bytes(b'{"tailrace":"decisions","format":1}\n')
+    log = _log(tmp_path)
+    _play(log, new_fleet(1))
+    log.close()
+    assert not left.exists()
+    assert left.with_name(left.name + ".gz").exists()
+
+
+def test_a_disk_that_fails_costs_lines_only(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    log = _log(blocked / "log")
+    fleet = new_fleet(1)
+    _play(log, fleet, 5)
+    log.close()
+    assert (log.written, log.dropped) == (0, 5)
+    assert log.last_error
+    assert fleet.replicas[0]["in_flight"] == 0
+
+
+def test_a_line_is_made_when_it_is_asked_for_or_enough_have_come(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    fleet = new_fleet(1)
+    _play(log, fleet, 3)
+    log.flush()
+    log.flush()  # there is nothing more
+    assert sum(map(len, log._lines)) + log.written <= 3
+    _play(log, fleet, 100)
+    log.close()
+    ids = [int(line["id"].split("-")[1]) for line in _lines(tmp_path)]
+    assert ids == list(range(103))
+    assert (log.written, log.dropped) == (103, 0)
+
+
+def test_a_line_that_cannot_be_made_costs_lines_only(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    flight = send(new_fleet(1), chat("x"))
+    flight.close("done")
+    flight.arrival.asked.model = "\ud800"  # no JSON can hold it
+    log.write(flight, "done")
+    log.close()
+    assert (log.written, log.dropped) == (0, 1)
+    assert log.last_error
+
+
+def test_without_a_folder_nothing_happens() -> None:
+    log = _log(None)
+    _play(log, new_fleet(1))
+    log.close()
+    assert log.written == log.dropped == 0
+
+
+def test_the_salt_is_made_once_and_for_its_owner_only(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "log"
+    salt = load_salt(folder)
+    assert len(salt) == 32
+    assert load_salt(folder) == salt
+    assert (folder / "salt").stat().st_mode & 0o777 == 0o600
+    assert load_salt(None) != load_salt(None)
+    (folder / "salt").write_bytes(b"short")
+    with pytest.raises(TailraceError, match="damaged"):
+        load_salt(folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TailraceError, match="cannot use"):
+        load_salt(tmp_path / "file" / "log")

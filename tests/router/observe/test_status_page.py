@@ -1,0 +1,426 @@
+"""The live page in a real browser: `make test-browser`. Needs Chromium and playwright.
+
+TAILRACE_SHOTS=folder keeps pictures of what was tested.
+"""
+
+import math
+import os
+import random
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from router.watched import Watched
+from tailrace.router.observe.status import PAGE, PAGE_HEADERS, PAGE_TYPE, Status
+
+pytestmark = pytest.mark.browser
+
+WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "</script><script>document.title='owned'</script>",
+    "\u202egnp.exe" + "W" * 300,
+    "__proto__",
+)
+
+
+class Served:
+    """The page and a router's status on a port of this machine, until it is closed."""
+
+    def __init__(self, watched, token=None, port=0):
+        status = Status(watched.telemetry)
+        self.asked = []
+        lock = self.lock = threading.Lock()
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                asked.append(self.path)
+                if self.path == "/":
+                    self.answer(200, PAGE, PAGE_TYPE.decode(), PAGE_HEADERS)
+                elif token and self.headers.get("authorization") != f"Bearer {token}":
+                    self.answer(401, b"{}", "application/json")
+                elif self.path in ("/status", "/status/history"):
+                    with lock:
+                        body = status.json() if self.path == "/status" else status.history_json()
+                    self.answer(200, body, "application/json")
+                else:
+                    self.answer(404, b"{}", "application/json")
+
+            def answer(self, code, body, kind, extra=b""):
+                self.send_response(code)
+                for line in extra.decode().split("\r\n"):
+                    if line:
+                        self.send_header(*line.split(": ", 1))
+                self.send_header("content-type", kind)
+                self.send_header("content-length", str(len(body)))
+                self.send_header("connection", "close")
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        self.port = self._server.server_address[1]
+        self.url = f"http://127.0.0.1:{self.port}/"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,))
+        self._thread.start()
+
+    def close(self):
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+def busy(names=None, seed=0, **routing):
+    """A router after five minutes of traffic that swells, with a burst at one replica."""
+    names = names or [f"a100-{i}.rack{i // 3 + 1}" for i in range(6)]
+    watched = Watched(names, shadow="lookahead", canary="lmetric", canary_share=0.05, **routing)
+    rng, t, n = random.Random(seed), watched.telemetry, len(names)
+    watched.views["speed"][-1] = 0.6
+    reasons = (
+        "more of the prompt cached (1792 against 0 tokens)",
+        "shorter queue (512 against 3104 tokens)",
+        "earlier first token predicted (0.12 against 0.48 s)",
+        "as good as the next, chosen at random",
+    )
+    for step in range(150):
+        swell = 10 + 6 * math.sin(step / 25) + 2 * rng.random()
+        for r in range(n):
+            burst = 22 * math.exp(-(((step - 105) / 9) ** 2)) if r == 2 else 0
+            flight = max(0, round(swell * (0.5 if r == n - 1 else 1) + rng.gauss(0, 1.2) + burst))
+            watched.load(r, flight, round(flight * (0.12 + 0.5 * (burst > 6))))
+        for _ in range(round(3 * swell)):
+            r = rng.randrange(n)
+            other = (r + rng.randrange(1, n)) % n if n > 1 else -1
+            scores = [rng.uniform(1, 4) for _ in range(n)]
+            scores[r] = 0.2 + rng.random() / 2
+            watched.decide(
+                r, other, scores, rng.choice(reasons), cached=rng.choice((0, 0, 1792)),
+                ttft_s=rng.uniform(0.05, 0.6), took_s=rng.uniform(2e-5, 6e-5),
+                fell_back=rng.choice((None,) * 12 + ("guard", "range")),
+                shadow=r if rng.random() < 0.9 else other,
+            )  # fmt: skip
+            ttft_s = rng.lognormvariate(-1.6, 0.6)
+            flight = watched.flight(r, ttft_s=ttft_s, e2e_s=ttft_s + rng.lognormvariate(1, 0.7))
+            t.request_done(flight, 200, "done", "chat")
+        watched.passes(2.0)
+    for r in range(n):
+        watched.scrape(
+            r, running=round(9 + r), waiting=float(r % 3), kv_used=(0.35 + 0.1 * r) % 1.0
+        )
+        watched.held["held_tokens"][r] = rng.randrange(60_000, 190_000)
+    t.retried(0, "connect")
+    t.shed("queue")
+    t.lagged(0.004)
+    watched.counts.update(decisions=t.decisions.total(), canary=t.decisions.total() // 20)
+    watched.clients.update(range(214))
+    watched.clock.now += 0.4
+    return watched
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api")
+    found = (
+        os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    )
+    if found is None:
+        pytest.skip("there is no Chromium; name it with CHROMIUM=path")
+    with api.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def serve():
+    """Serves a router: serve(watched) -> Served."""
+    made = []
+
+    def serve(watched, **options):
+        made.append(Served(watched, **options))
+        return made[-1]
+
+    yield serve
+    for served in made:
+        served.close()
+
+
+@pytest.fixture
+def opened(browser, serve, request):
+    """Opens the page: opened(served, width, scheme) -> page, what it complained of."""
+    contexts, pages = [], []
+
+    def opened(served, width=1280, scheme="light", **options):
+        context = browser.new_context(
+            viewport={"width": width, "height": 900}, color_scheme=scheme, **options
+        )
+        context.set_default_timeout(15_000)
+        contexts.append(context)
+        page, complaints = context.new_page(), []
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda r: complaints.append(r.url) if not ours(r.url) else None)
+
+        def ours(url):
+            return url.startswith((served.url, "data:"))
+
+        page.goto(served.url)
+        pages.append(page)
+        return page, complaints
+
+    yield opened
+    folder = os.environ.get("TAILRACE_SHOTS")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        name = "".join(c if c.isalnum() else "-" for c in request.node.name).strip("-")
+        for i, page in enumerate(pages):
+            page.screenshot(path=f"{folder}/{name}{f'-{i}' if i else ''}.png", full_page=True)
+    for context in contexts:
+        context.close()
+
+
+def expect(locator):
+    """Wait for something; the page's own security policy forbids functions given as text."""
+    from playwright.sync_api import expect as expect_within
+
+    return expect_within(locator)
+
+
+def words(page, selector):
+    """The text of an element, with plain blanks."""
+    return page.locator(selector).text_content().replace("\xa0", " ")
+
+
+def is_live(page):
+    page.wait_for_selector("#link.live")
+
+
+def outside(page):
+    """Elements that stick out of the window on the right, or whose text is cut."""
+    return page.evaluate(
+        """[...document.querySelectorAll('main *, header *')].filter(e =>
+           !e.closest('svg, .name, .url, thead, [hidden]') && e.getClientRects().length &&
+           (e.getBoundingClientRect().right > innerWidth + 0.5 ||
+            (e.clientWidth && e.scrollWidth > e.clientWidth + 1 &&
+             getComputedStyle(e).overflowX !== 'visible')))
+           .map(e => e.outerHTML.slice(0, 90))"""
+    )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", [*WIDTHS, 820])
+def test_everything_is_there_and_nothing_too_wide(opened, serve, width, scheme):
+    watched = busy()
+    page, complaints = opened(serve(watched), width, scheme)
+    is_live(page)
+    assert page.locator("h1").text_content() == "All 6 replicas take requests"
+    assert page.locator("#replicas tr").count() == 6
+    assert page.locator("#recent tr").count() == 12
+    assert "a100-5.rack2" in page.locator("#replicas").text_content()
+    assert "fallback rule" in page.locator("#events").text_content()
+    assert page.locator("#trials").is_visible()
+    line = page.locator("#replicas .flow-line").first.get_attribute("d")
+    assert line.count("L") > 140  # the past is there at once, not only since the page was opened
+    assert words(page, "#period") == "Last 5 minutes"
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert outside(page) == []
+    assert complaints == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("gone", [False, True])
+def test_words_can_be_told_from_their_ground(opened, serve, scheme, gone):
+    """Contrast of at least 4.5 (WCAG AA) for every colour of text."""
+    watched = busy()
+    watched.breaks(1)
+    watched.plane.targets[3].health.drain(True)
+    watched.forwarder.queue.append("x")
+    served = serve(watched)
+    page, _ = opened(served, scheme=scheme)
+    is_live(page)
+    if gone:
+        served.close()
+        page.wait_for_selector("#gone:not([hidden])")
+    low = page.evaluate(
+        """() => {
+          const channels = (c) => c.match(/[\\d.]+/g).map(Number);
+          const light = (c) => channels(c).slice(0, 3).map(v => v / 255)
+            .map(v => v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+            .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+          const ground = (e) => {
+            for (; e; e = e.parentElement) {
+              const c = getComputedStyle(e).backgroundColor;
+              if (c.startsWith('rgb(')) return c;
+            }
+            return 'rgb(255, 255, 255)';
+          };
+          const low = new Set();
+          for (const e of document.querySelectorAll('body *:not(svg *)')) {
+            const own = [...e.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+            if (!own || !e.getClientRects().length || e.tagName === 'SCRIPT') continue;
+            const [a, b] = [light(getComputedStyle(e).color), light(ground(e))]
+              .sort((x, y) => y - x);
+            if ((a + 0.05) / (b + 0.05) < 4.5) low.add(`${e.tagName} ${e.className}`);
+          }
+          return [...low];
+        }"""
+    )
+    assert low == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_replica_dies_and_returns(opened, serve, width):
+    watched = busy()
+    served = serve(watched)
+    page, complaints = opened(served, width)
+    is_live(page)
+    with served.lock:
+        watched.breaks(2, "connection refused")
+        watched.load(2, 0)
+        watched.clock.now += 9
+    page.wait_for_selector("#replicas tr.out")
+    assert page.locator("h1").text_content() == "5 of 6 replicas take requests"
+    assert "out: connection refused" in words(page, "#replicas tr.out")
+    assert "9 s old" in words(page, "#replicas tr.out")
+    assert page.title().startswith("5/6")
+    with served.lock:
+        watched.plane.targets[2].health.remove(False)  # a new breaker
+    expect(page.locator("#replicas tr.out")).to_have_count(0)
+    assert page.locator("h1").text_content() == "All 6 replicas take requests"
+    with served.lock:
+        watched.plane.targets[2].health.remove(True)
+    expect(page.locator("#replicas tr")).to_have_count(5)
+    assert complaints == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_it_says_so_when_the_router_is_gone(opened, serve, width):
+    watched = busy()
+    served = serve(watched)
+    page, _ = opened(served, width)
+    is_live(page)
+    assert page.locator("#gone").is_hidden()
+    served.close()
+    page.wait_for_selector("#gone:not([hidden])")
+    assert page.locator("#gone").get_attribute("role") == "alert"
+    assert "nobody listens there" in page.locator("#gone").text_content()
+    assert page.locator("h1").text_content() == "The router does not answer"
+    assert page.locator("#link").text_content() == "✕ No answer"
+    assert "no answer" in page.title()
+    if width > 1000:
+        return
+    again = serve(busy(seed=1), port=served.port)  # it is back, as a new process
+    is_live(page)
+    assert page.locator("#gone").is_hidden()
+    assert "/status/history" in again.asked
+
+
+def test_a_router_that_was_never_there(opened, serve):
+    watched = busy()
+    served = serve(watched)
+    page, _ = opened(served)
+    page.route("**/status", lambda route: route.fulfill(status=500, body="{}"))
+    page.reload()
+    page.wait_for_selector("#gone:not([hidden])")
+    assert "status 500" in page.locator("#gone").text_content()
+    assert page.locator("#all").is_hidden()
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_hostile_names_are_only_text(opened, serve, width):
+    watched = busy(HOSTILE)
+    watched.breaks(0, "<b>why</b>")
+    watched.decide(1, 0, reason="<svg onload=alert(2)>", fell_back="constructor", shadow=2)
+    page, complaints = opened(serve(watched), width)
+    is_live(page)
+    text = page.locator("#replicas").text_content()
+    assert all(name in text for name in HOSTILE)
+    assert "<svg onload=alert(2)>" in page.locator("#recent").text_content()
+    assert page.locator("#all img, #all script, #all b:not(.facts b)").count() == 0
+    assert "owned" not in page.title()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert outside(page) == []
+    assert complaints == []
+
+
+def test_the_token_is_asked_for_and_never_stored(opened, serve):
+    served = serve(busy(), token="sesame")
+    page, _ = opened(served)
+    page.wait_for_selector("#ask:not([hidden])")
+    assert page.locator("#all").is_hidden()
+    page.fill("#token", "wrong")
+    page.click("#ask button")
+    expect(page.locator("#ask-why")).to_have_text("That is not the token.")
+    page.fill("#token", "sesame")
+    page.keyboard.press("Enter")
+    is_live(page)
+    assert page.locator("#ask").is_hidden()
+    stored = page.evaluate(
+        "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
+    )
+    assert "sesame" not in stored + page.url
+    assert not any("sesame" in path for path in served.asked)
+
+
+def test_a_fresh_router_has_nothing_to_show_and_says_so(opened, serve):
+    page, complaints = opened(serve(Watched(("only",))))
+    is_live(page)
+    assert page.locator("h1").text_content() == "The one replica takes requests"
+    assert page.locator("#no-decisions").is_visible()
+    assert words(page, "#period") == "Last 1 min 0 s"
+    assert "none in the last 5 minutes" in page.locator("#ttft-note").text_content()
+    assert "NaN" not in page.locator("body").inner_text()
+    assert "undefined" not in page.locator("body").inner_text()
+    assert complaints == []
+
+
+def test_decisions_hold_still_and_more_are_shown(opened, serve):
+    watched = busy()
+    served = serve(watched)
+    page, _ = opened(served)
+    is_live(page)
+    page.click("#more")
+    assert page.locator("#recent tr").count() == 50
+    page.locator("#recent details summary").first.click()
+    assert page.locator("#recent details[open] li").count() == 6
+    page.click("#pause")
+    before = page.locator("#recent").text_content()
+    with served.lock:
+        watched.decide(0, 1, reason="the newest of all")
+    seen = len(served.asked)
+    while len(served.asked) < seen + 2:
+        page.wait_for_timeout(50)
+    assert page.locator("#recent").text_content() == before
+    page.click("#pause")
+    expect(page.locator("#recent")).to_contain_text("the newest of all")
+
+
+def test_a_draining_router_and_waiting_requests(opened, serve):
+    watched = busy()
+    watched.draining = True
+    watched.forwarder.queue.extend(range(17))
+    page, _ = opened(serve(watched))
+    is_live(page)
+    assert page.locator("#closing").is_visible()
+    assert "17 more wait" in page.locator("#flight-note").text_content()
+
+
+def test_many_replicas(opened, serve):
+    page, complaints = opened(serve(busy([f"replica-{i}" for i in range(128)])))
+    is_live(page)
+    assert page.locator("#replicas tr").count() == 128
+    assert complaints == []
+
+
+def test_without_scripts(opened, serve):
+    page, _ = opened(serve(busy()), java_script_enabled=False)
+    assert page.locator("noscript").is_visible()

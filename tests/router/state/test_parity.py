@@ -1,0 +1,168 @@
+"""The live fleet shows a policy the very numbers that the simulator shows it."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from router.fleets import LEDGER, Clock, backends, new_chooser
+from tailrace.config import Cluster, Event, Replica, Router
+from tailrace.policy import registry
+from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
+from tailrace.router.intake.prompt_blocks import Runs, private_runs
+from tailrace.router.intake.request_body import Asked
+from tailrace.router.state.cluster import Arrival, Fleet, Flight
+from tailrace.sim.reference import ReferenceEngine
+from tailrace.sim.reference.request import Request
+from tailrace.sim.reference.routing import PolicyDispatcher
+from tailrace.sim.reference.server import Server
+from tailrace.view.records import View
+from tailrace.workload.library import make
+from tailrace.workload.table import RequestTable
+
+
+class Twin(PolicyDispatcher):
+    """Routes in the simulator and tells a live fleet the same events; compares every decision."""
+
+    def __init__(
+        self, policy: str, table: RequestTable, replicas: Sequence[Replica], router: Router
+    ) -> None:
+        super().__init__(registry.get(policy), table, replicas, router, 0)
+        self.clock = Clock()
+        self.fleet = Fleet(backends(*replicas), self.clock)
+        self.chooser = new_chooser(self.fleet, policy, guard=False, range_deviations=1e6)
+        self.arrivals: dict[int, Arrival] = {}
+        self.flights: dict[int, Flight] = {}
+        self.live: dict[int, Request] = {}
+        self.compared = 0
+
+    def route(self, now: float, requests: Sequence[Request]) -> Iterator[int]:
+        for request, replica in zip(requests, super().route(now, requests), strict=False):
+            self._send(request, replica)
+            yield replica
+
+    def _show_replicas(self, request: Request) -> None:
+        super()._show_replicas(request)
+        self.clock.now = now = float(self.request_view["now"])
+        for number, server in enumerate(self.servers):
+            self.fleet.set_available(number, server.available)
+        for number in self.flights:
+            self._stream(number)
+        arrival = self._arrival(request)
+        decision = self.chooser.choose(arrival)
+        assert decision is not None
+        self.decision = decision
+        live = View(
+            self.fleet.request[0], self.fleet.replicas, self.fleet.costs, self.fleet.routers[0]
+        )
+        expected, found = _observed(self.view), _observed(live)
+        np.testing.assert_array_equal(found[0], expected[0])
+        np.testing.assert_array_equal(found[1], expected[1])
+        for name in (*LEDGER, "recent_work", "cached_tokens", "index_tokens", "metrics_at"):
+            np.testing.assert_array_equal(live.replicas[name], self.views[name], err_msg=name)
+        assert now == live.request["now"]
+        self.compared += 1
+
+    def _send(self, request: Request, replica: int) -> None:
+        assert self.decision.replica == replica  # the same ties, broken by the same numbers
+        flight = self.fleet.open(self.arrivals[request.id], replica, self.decision)
+        self.flights[request.id] = flight
+        self.live[request.id] = request
+
+    def _arrival(self, request: Request) -> Arrival:
+        if request.id in self.arrivals:
+            return self.arrivals[request.id]
+        row = self.table.rows[request.id]
+        asked = Asked("completion", streams=True, ttft_slo_s=float(row["ttft_slo_s"]))
+        if row["session"] >= 0:
+            asked.session = str(row["session"])
+        arrival = self.fleet.arrive(asked)
+        arrival.prompt_tokens = request.prompt
+        keys, tokens = self._runs(request.id)
+        if row["run_count"] == 0:
+            arrival.runs = private_runs(request.id, request.prompt)
+        else:
+            arrival.runs = Runs(
+                np.append(keys, np.uint64(0)),
+                np.append(tokens, np.int32(0)),
+                int(tokens.sum()),
+                branch_at=-1,
+                prefix_hash=int(self.prefix_hash[request.id]),
+                end_key=0,
+                branch_key=0,
+                whole=0,
+            )
+        self.arrivals[request.id] = arrival
+        return arrival
+
+    def _stream(self, number: int) -> None:
+        flight = self.flights[number]
+        if flight.first_at is not None:
+            more = self.live[number].generated - flight.streamed
+            if more > 0:
+                flight.tokens(more)
+
+    def first_token(self, server: Server, request: Request, now: float) -> None:
+        super().first_token(server, request, now)
+        self.clock.now = now
+        self.flights[request.id].tokens(1)
+
+    def finished(self, server: Server, request: Request, now: float) -> None:
+        super().finished(server, request, now)
+        self.clock.now = now
+        output = int(self.table.rows["output_tokens"][request.id])
+        flight = self.flights.pop(request.id)
+        flight.tokens(output - flight.streamed)
+        flight.close("done")
+
+    def lost(self, server: Server, requests: Sequence[Request], now: float) -> None:
+        super().lost(server, requests, now)
+        self.clock.now = now
+        self.fleet.forget(server.number)
+        for request in requests:
+            self.flights.pop(request.id).close("backend_failed")
+
+    def _take_snapshot(self, now: float) -> None:
+        super()._take_snapshot(now)
+        self.clock.now = now
+        for number, view in enumerate(self.views):
+            self.fleet.scraped(number, view["waiting"], view["running"], view["kv_used"])
+
+
+def _observed(view: View) -> tuple[np.ndarray, np.ndarray]:
+    replicas = np.zeros((len(view.replicas), N_REPLICA_FEATURES), np.float32)
+    request = np.zeros(N_REQUEST_FEATURES, np.float32)
+    observe(view, replicas, request)
+    return replicas, request
+
+
+MIXED = Cluster(
+    replicas=(
+        Replica(count=2, num_blocks=700, batch_cap=16),
+        Replica(speed=0.5, num_blocks=500, batch_cap=16),
+        Replica(prefix_caching=False, num_blocks=900, batch_cap=16),
+    )
+)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("policy", ["tailrace", "load_aware", "round_robin", "preble"])
+@pytest.mark.parametrize("workload", ["sessions-hot", "chat"])
+def test_every_decision_sees_what_the_simulator_shows(policy: str, workload: str) -> None:
+    table = make(workload, 150, 12.0, 5)
+    events = (
+        Event(at_s=3.0, replica=1, kind="die"),
+        Event(at_s=5.0, replica=1, kind="return"),
+        Event(at_s=6.0, replica=0, kind="drain"),
+        Event(at_s=8.0, replica=0, kind="return"),
+    )
+    router = Router(staleness_s=0.5)
+    twin = Twin(policy, table, MIXED.expanded(), router)
+    ReferenceEngine(MIXED, table, router=router, events=events).run(dispatcher=twin)
+    assert twin.compared >= 150
+    assert not twin.flights
+    for name in LEDGER:
+        assert not twin.fleet.replicas[name].any(), name
+    if workload == "sessions-hot":  # the index was full, and so something was forgotten
+        held = twin.fleet.replicas["index_tokens"]
+        assert held.max() > 0.5 * 700 * 16

@@ -129,7 +129,7 @@ class Cluster(Settings):
 PredictorName = Literal["mean", "exact", "bucket", "noisy"]
 
 
-class Router(Settings):
+class RouterSettings(Settings):
     """What the router knows and how old it is."""
 
     staleness_s: float = Field(default=0.5, ge=0, le=1e6, allow_inf_nan=False)
@@ -198,7 +198,7 @@ class Scenario(Settings):
     """What it is meant to show."""
     cluster: Cluster = Cluster()
     workload: Workload = Workload()
-    router: Router = Router()
+    router: RouterSettings = RouterSettings()
     engine: Engine = Engine()
     events: tuple[Event, ...] = ()
     """Failures, slow-downs and drains during the run."""

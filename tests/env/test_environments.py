@@ -8,7 +8,7 @@ from gymnasium.vector import AutoresetMode
 from numpy.typing import NDArray
 
 import tailrace.env
-from tailrace.config import Cluster, Event, Replica, Router, Scenario, Workload
+from tailrace.config import Cluster, Event, Replica, RouterSettings, Scenario, Workload
 from tailrace.env.single_env import RouterEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
@@ -43,7 +43,7 @@ def random_world(seed: int) -> Scenario:
     return Scenario(
         cluster=Cluster(replicas=replicas),
         workload=Workload(name=str(rng.choice(["chat", "sessions-hot"])), rate=6.0 * n),
-        router=Router(staleness_s=float(rng.uniform(0.05, 2))),
+        router=RouterSettings(staleness_s=float(rng.uniform(0.05, 2))),
         events=(dies, returns) if rng.random() < 0.5 else (),
     )
 

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tailrace.config import Cluster, Engine, Event, Replica, Router
+from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
@@ -86,7 +86,7 @@ def test_every_rule_decides_alike_in_both_engines(policy):
     table = library.make("sessions-hot", 80, 15.0, seed=8)
     cluster = three("vllm_v1", 900)
     for staleness_s in (0.0, 0.5):
-        router = Router(staleness_s=staleness_s)
+        router = RouterSettings(staleness_s=staleness_s)
         assert_same(
             simulate(cluster, table, policy, router=router, engine=REFERENCE, seed=2),
             simulate(cluster, table, policy, router=router, engine=EXACT, seed=2),

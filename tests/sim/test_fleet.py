@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tailrace.config import Cluster, Engine, Event, Replica, Router
+from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.sim import cost_accounts, engine
@@ -42,7 +42,7 @@ CLUSTER = Cluster(replicas=(Replica(count=2, **COMMON), Replica(speed=0.6, **COM
 
 
 def make(tables: list[RequestTable], count: int = 1, events=()) -> tuple[Fleet, Tables]:  # type: ignore[no-untyped-def]
-    router = Router(staleness_s=0.3)
+    router = RouterSettings(staleness_s=0.3)
     laid_out = build_tables(tables, events, router, seed=1)
     fleet = build_fleet(CLUSTER, tables, laid_out, router, Engine(), list(range(1, count + 1)))
     return fleet, laid_out
@@ -145,7 +145,7 @@ def test_costs_of_any_moment_are_exact(workload) -> None:
 
 def test_stopping_on_the_way_changes_nothing() -> None:
     table = library.make("sessions-hot", 200, 20.0, seed=5)
-    router = Router(staleness_s=0.3)
+    router = RouterSettings(staleness_s=0.3)
     for name in ("least_load", "lmetric"):
         whole = simulate(CLUSTER, table, name, router=router, events=TROUBLE, seed=1)
         fleet, tables = make([table], events=TROUBLE)
@@ -241,7 +241,7 @@ def future(fleet: Fleet, tables: Tables, c: int, name: str, until: float) -> tup
 def test_a_copy_has_the_same_future_and_leaves_the_source_alone(scheduler) -> None:
     table = library.make("sessions-hot", 220, 25.0, seed=5)
     other = library.make("sessions-hot", 220, 25.0, seed=6)
-    router = Router(staleness_s=0.3)
+    router = RouterSettings(staleness_s=0.3)
     kind = Replica(scheduler=scheduler, num_blocks=1500, max_batch_tokens=100_000)
     cluster = Cluster(replicas=(kind, kind, kind))
     both = [table, other]

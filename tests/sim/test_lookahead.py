@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tailrace.config import Cluster, Replica, Router
+from tailrace.config import Cluster, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.policy.rules import RULES
 from tailrace.sim import engine as kernel
@@ -86,7 +86,7 @@ def test_looking_ahead_leaves_the_cluster_as_it_was():
 def test_looking_ahead_beats_the_rules_on_its_own_cost(workload):
     table = library.make(workload, 3000, 18.0, seed=21)
     cluster = Cluster(replicas=(Replica(count=2), Replica(count=2, speed=0.5)))
-    router = Router(staleness_s=0.5)
+    router = RouterSettings(staleness_s=0.5)
     cost = {
         policy: total_cost(simulate(cluster, table, policy, router=router), len(table))
         for policy in ("lookahead", "lookahead_oracle", "least_outstanding", "round_robin")
@@ -105,6 +105,6 @@ def test_predictions_beyond_the_memory_of_a_replica_do_not_hang_the_look_ahead()
     rows["output_tokens"] = np.minimum(rows["output_tokens"], 60)
     short = RequestTable(rows, table.runs)
     cluster = Cluster(replicas=(Replica(count=2, num_blocks=64, prefix_caching=False),))
-    router = Router(predictor="mean", prior_output_tokens=1e9)
+    router = RouterSettings(predictor="mean", prior_output_tokens=1e9)
     result = simulate(cluster, short, "lookahead", router=router, seed=1)
     assert np.isfinite(result.requests["finished_s"]).all()

@@ -1,6 +1,6 @@
 """Command-line options made from the settings, so that no setting is described twice.
 
-Every plain field of Workload, Replica, Router and Engine becomes an option: its name, type,
+Every plain field of Workload, Replica, RouterSettings and Engine becomes an option: its name, type,
 choices, default and help come from the field. Options win over ``--config``, which wins over
 ``--scenario``.
 """
@@ -22,7 +22,7 @@ from tailrace.config import (
     Cluster,
     Engine,
     Replica,
-    Router,
+    RouterSettings,
     Scenario,
     Workload,
     assign,
@@ -37,7 +37,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Traffic", "workload", Workload),
     ("Replicas (of every kind; --set cluster.replicas.0.speed=2 for one)", "replica", Replica),
-    ("Router", "router", Router),
+    ("Router", "router", RouterSettings),
     ("Engine", "engine", Engine),
 )
 GENERAL = "General"

@@ -18,7 +18,7 @@ from tailrace.cli.options import (
     take_scenario,
     warmup_option,
 )
-from tailrace.config import Router
+from tailrace.config import RouterSettings
 from tailrace.errors import TailraceError
 
 _FILE = click.Path(path_type=Path)
@@ -26,7 +26,7 @@ USUAL = ("tailrace", "load_aware", "least_outstanding", "round_robin")
 
 
 def _router_options(function: Any) -> Any:
-    return section_options(function, "Router", "router", Router)
+    return section_options(function, "Router", "router", RouterSettings)
 
 
 @click.command("replay", cls=SectionedCommand)

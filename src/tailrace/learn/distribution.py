@@ -14,7 +14,7 @@ from tailrace.config import (
     Positive,
     PredictorName,
     Replica,
-    Router,
+    RouterSettings,
     Scenario,
     Settings,
     SpeedFactor,
@@ -137,7 +137,7 @@ class Distribution:
             # By numbers of its own, so that all else is the same whatever its range.
             ttft_slo_s=float(np.exp(generator(seed, "target").uniform(*np.log(s.ttft_slo_s)))),
         )
-        router = Router(
+        router = RouterSettings(
             staleness_s=float(rng.choice(s.staleness_s)),
             predictor=s.predictors[int(rng.integers(len(s.predictors)))],
             predictor_sigma=float(rng.uniform(0.2, 1.0)),

@@ -6,7 +6,7 @@ Sessions live: a follow-up comes its recorded think time after the simulated end
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tailrace.config import MAX_REPLICAS, Cluster, Engine, Replica, Router, Scenario
+from tailrace.config import MAX_REPLICAS, Cluster, Engine, Replica, RouterSettings, Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for
@@ -30,7 +30,7 @@ class _Task:
     cluster: Cluster
     table: RequestTable
     policy: str
-    router: Router
+    router: RouterSettings
     engine: Engine
     seed: int
     warmup: float
@@ -58,7 +58,7 @@ def what_if(
     policies: Sequence[str],
     sizes: Sequence[int],
     *,
-    router: Router | None = None,
+    router: RouterSettings | None = None,
     engine: Engine | None = None,
     seed: int = 0,
     warmup_fraction: float = 0.0,
@@ -71,7 +71,7 @@ def what_if(
     ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all.
     ``progress`` is told how many runs are done.
     """
-    router, engine = router or Router(), engine or Engine()
+    router, engine = router or RouterSettings(), engine or Engine()
     clusters = {size: resized(cluster, size) for size in dict.fromkeys(sizes)}
     wanted = list(dict.fromkeys(policies))
     tasks = []

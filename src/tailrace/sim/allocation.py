@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
-from tailrace.config import Replica, Router
+from tailrace.config import Replica, RouterSettings
 from tailrace.sim.result import BATCH
 from tailrace.sim.types import (
     BLOCK,
@@ -73,7 +73,7 @@ def is_explicit(replica: Replica) -> bool:
 
 
 def room_for(
-    replicas: Sequence[Replica], table: RequestTable, router: Router, events: int = 0
+    replicas: Sequence[Replica], table: RequestTable, router: RouterSettings, events: int = 0
 ) -> Room:
     """Return what one cluster with one table needs."""
     caching = [r for r in replicas if is_caching(r)]

@@ -7,7 +7,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Cluster, Engine, Event, Replica, Router
+from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.sim import server as servers
 from tailrace.sim.allocation import Room, is_caching, is_explicit, new_fleet, new_tables, room_for
 from tailrace.sim.kvcache import KvCache
@@ -37,7 +37,7 @@ def why_not_compiled(cluster: Cluster) -> str | None:
 
 
 def build_tables(
-    tables: Sequence[RequestTable], events: Sequence[Event], router: Router, seed: int
+    tables: Sequence[RequestTable], events: Sequence[Event], router: RouterSettings, seed: int
 ) -> Tables:
     """Lay out request tables for the engine, padded to the longest."""
     room = Room(
@@ -56,7 +56,7 @@ def lay_out(
     g: int,
     table: RequestTable,
     events: Sequence[Event],
-    router: Router,
+    router: RouterSettings,
     seed: int,
 ) -> None:
     """Make ``table`` number ``g`` of tables that have room for it."""
@@ -72,7 +72,9 @@ def lay_out(
         tables.events[g, k] = (event.at_s, event.replica, kind, event.factor)
 
 
-def _fill_facts(facts: NDArray[np.void], table: RequestTable, router: Router, seed: int) -> None:
+def _fill_facts(
+    facts: NDArray[np.void], table: RequestTable, router: RouterSettings, seed: int
+) -> None:
     rows = table.rows
     for target, source in (
         ("arrival", "arrival_s"),
@@ -101,7 +103,7 @@ def build_fleet(
     cluster: Cluster,
     tables: Sequence[RequestTable],
     laid_out: Tables,
-    router: Router,
+    router: RouterSettings,
     engine: Engine,
     seeds: Sequence[int],
     *,
@@ -133,7 +135,7 @@ def set_up(
     g: int,
     replicas: Sequence[Replica],
     table: RequestTable,
-    router: Router,
+    router: RouterSettings,
     engine: Engine,
     seed: int,
 ) -> None:
@@ -157,7 +159,7 @@ def _start_cluster(
     g: int,
     laid_out: Tables,
     table: RequestTable,
-    router: Router,
+    router: RouterSettings,
     seed: int,
 ) -> None:
     cluster = fleet.clusters[c]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Cluster, Engine, Event, Router
+from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores
@@ -32,7 +32,7 @@ from tailrace.workload.table import RequestTable
 SLICE = 20_000
 BATCH_LOG = 65_536
 
-DEFAULT_ROUTER = Router()
+DEFAULT_ROUTER = RouterSettings()
 DEFAULT_ENGINE = Engine()
 
 Progress = Callable[[int], None]
@@ -43,7 +43,7 @@ def simulate(
     table: RequestTable,
     policy: str | Policy,
     *,
-    router: Router = DEFAULT_ROUTER,
+    router: RouterSettings = DEFAULT_ROUTER,
     engine: Engine = DEFAULT_ENGINE,
     events: Sequence[Event] = (),
     seed: int = 0,
@@ -98,7 +98,7 @@ class Simulation:
         cluster: Cluster,
         table: RequestTable,
         *,
-        router: Router = DEFAULT_ROUTER,
+        router: RouterSettings = DEFAULT_ROUTER,
         engine: Engine = DEFAULT_ENGINE,
         events: Sequence[Event] = (),
         seed: int = 0,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from vidur_helpers import SEED, chat, cluster, largest_difference
 
-from tailrace.config import CostModel, Engine, Router
+from tailrace.config import CostModel, Engine, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.integrations.vidur.demonstrations import Demonstrations
 from tailrace.integrations.vidur.simulation import simulate
@@ -80,7 +80,7 @@ def test_requests_of_one_instant_see_each_other(staleness_s):
     rows = chat(120, 20.0).rows
     together = np.repeat(rows["arrival_s"][::4], 4)
     table = RequestTable.build(together, rows["prompt_tokens"], rows["output_tokens"])
-    router = Router(staleness_s=staleness_s)
+    router = RouterSettings(staleness_s=staleness_s)
     for policy in ("least_outstanding", "lmetric", "tailrace"):
         run = assert_same_run(cluster(), table, policy, router=router)
         first = run.requests["replica"].reshape(-1, 4)
@@ -107,10 +107,10 @@ def assert_same_observations(servers, table, router):
 @pytest.mark.parametrize(
     "router",
     [
-        Router(staleness_s=0.0),
-        Router(staleness_s=0.05),
-        Router(staleness_s=5.0, predictor="noisy"),
-        Router(predictor="exact"),
+        RouterSettings(staleness_s=0.0),
+        RouterSettings(staleness_s=0.05),
+        RouterSettings(staleness_s=5.0, predictor="noisy"),
+        RouterSettings(predictor="exact"),
     ],
     ids=lambda router: f"{router.staleness_s}-{router.predictor}",
 )
@@ -132,7 +132,7 @@ def test_a_snapshot_at_the_very_end_of_an_iteration():
     output = np.concatenate([[60], rng.integers(2, 60, 80)])
     table = RequestTable.build(arrival, np.full(81, 300), output)
     assert_same_observations(
-        cluster("sarathi", (1.0,), cost=quarter), table, Router(staleness_s=0.25)
+        cluster("sarathi", (1.0,), cost=quarter), table, RouterSettings(staleness_s=0.25)
     )
 
 

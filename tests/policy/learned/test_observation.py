@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from policy.views import copy_view, make_view, random_view
-from tailrace.config import Cluster, CostModel, Engine, Event, Replica, Router
+from tailrace.config import Cluster, CostModel, Engine, Event, Replica, RouterSettings
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.observation import (
     LIMIT,
@@ -403,7 +403,7 @@ def test_both_engines_show_the_same_at_every_decision(workload, memory, schedule
     seen = []
     for engine in (Engine(engine="reference"), Engine(engine="compiled", exact=True)):
         policy = Watching()
-        router = Router(predictor=predictor, staleness_s=0.3)
+        router = RouterSettings(predictor=predictor, staleness_s=0.3)
         simulate(cluster, table, policy, router=router, engine=engine, events=TROUBLE, seed=1)
         seen.append(np.array(policy.seen))
     assert seen[0].shape[0] >= len(table)

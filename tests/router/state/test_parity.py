@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from router.fleets import LEDGER, Clock, backends, new_chooser
-from tailrace.config import Cluster, Event, Replica, Router
+from tailrace.config import Cluster, Event, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.router.intake.prompt_blocks import Runs, private_runs
@@ -25,7 +25,7 @@ class Twin(PolicyDispatcher):
     """Routes in the simulator and tells a live fleet the same events; compares every decision."""
 
     def __init__(
-        self, policy: str, table: RequestTable, replicas: Sequence[Replica], router: Router
+        self, policy: str, table: RequestTable, replicas: Sequence[Replica], router: RouterSettings
     ) -> None:
         super().__init__(registry.get(policy), table, replicas, router, 0)
         self.clock = Clock()
@@ -156,7 +156,7 @@ def test_every_decision_sees_what_the_simulator_shows(policy: str, workload: str
         Event(at_s=6.0, replica=0, kind="drain"),
         Event(at_s=8.0, replica=0, kind="return"),
     )
-    router = Router(staleness_s=0.5)
+    router = RouterSettings(staleness_s=0.5)
     twin = Twin(policy, table, MIXED.expanded(), router)
     ReferenceEngine(MIXED, table, router=router, events=events).run(dispatcher=twin)
     assert twin.compared >= 150

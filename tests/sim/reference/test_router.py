@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from reference_runs import replica_of, table_of
-from tailrace.config import Cluster, Event, Router
+from tailrace.config import Cluster, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.sim.reference import ReferenceEngine
 from tailrace.view.records import RECENT_WORK_S
@@ -36,7 +36,7 @@ def watch(rows, replicas, *, n=2, router=None, events=(), columns=None, **settin
     table = table_of(rows, **(columns or {}))
     script = Script(replicas)
     engine = ReferenceEngine(
-        cluster, table, router=router or Router(staleness_s=0.5), events=events, seed=3
+        cluster, table, router=router or RouterSettings(staleness_s=0.5), events=events, seed=3
     )
     return engine.run(script), script.seen
 
@@ -109,14 +109,14 @@ def test_snapshot_comes_after_the_iterations_that_end_then():
 
 def test_fresh_metrics_see_the_decision_just_made():
     rows = [(0.25, 8, 1), (0.25, 8, 1), (0.25, 8, 1)]
-    _, seen = watch(rows, [0, 0, 0], router=Router(staleness_s=0.0))
+    _, seen = watch(rows, [0, 0, 0], router=RouterSettings(staleness_s=0.0))
     assert [float(r[0]["metrics_at"]) for _, r, _ in seen] == [0.25] * 3
     assert [int(r[0]["waiting"]) for _, r, _ in seen] == [0, 1, 2]
     assert [int(r[0]["sent_requests"]) for _, r, _ in seen] == [0, 0, 0]
 
 
 def test_first_snapshot_is_taken_at_time_0():
-    _, seen = watch([(0.0, 8, 1), (4.9, 8, 1)], [0, 0], router=Router(staleness_s=5.0))
+    _, seen = watch([(0.0, 8, 1), (4.9, 8, 1)], [0, 0], router=RouterSettings(staleness_s=5.0))
     assert [float(r[0]["metrics_at"]) for _, r, _ in seen] == [0.0, 0.0]
 
 
@@ -155,7 +155,7 @@ def test_request_view():
         "priority": np.array([0, 3, 0]),
         "ttft_slo_s": np.array([1.0, 2.0, 1.0]),
     }
-    router = Router(prior_output_tokens=100.0)
+    router = RouterSettings(prior_output_tokens=100.0)
     _, seen = watch(rows, [1, 0, 1], columns=columns, router=router)
     requests = [request for request, _, _ in seen]
     assert [int(r["id"]) for r in requests] == [0, 1, 2]
@@ -172,7 +172,7 @@ def test_request_view():
 def test_static_predictions_replace_the_mean():
     rows = [(0.0, 40, 4), (1.0, 50, 6)]
     for predictor, expected in (("exact", [4.0, 6.0]), ("bucket", [4.0, 8.0])):
-        _, seen = watch(rows, [0, 0], router=Router(predictor=predictor))
+        _, seen = watch(rows, [0, 0], router=RouterSettings(predictor=predictor))
         assert [float(request["predicted_output"]) for request, _, _ in seen] == expected
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tailrace.config import Cluster, CostModel, Engine, Event, Replica, Router
+from tailrace.config import Cluster, CostModel, Engine, Event, Replica, RouterSettings
 from tailrace.sim.reference import ReferenceEngine
 from tailrace.sim.reference.blocks import BlockPool
 from tailrace.sim.reference.routing import PolicyDispatcher
@@ -142,7 +142,7 @@ def run(rng, scheduler, compat=False, with_events=True):
     cluster = Cluster(replicas=tuple(random_replica(rng, scheduler) for _ in range(n)))
     table = random_table(rng)
     events = random_events(rng, n) if with_events else []
-    router = Router(staleness_s=float(rng.choice([0.0, 0.1])), index_entries=16)
+    router = RouterSettings(staleness_s=float(rng.choice([0.0, 0.1])), index_entries=16)
     engine = ReferenceEngine(
         cluster, table, router=router, engine=Engine(vidur_compat=compat), events=events, seed=1
     )

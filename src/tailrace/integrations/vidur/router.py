@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.config import Replica, Router
+from tailrace.config import Replica, RouterSettings
 from tailrace.policy.base import Policy, call_hook, checked_scores
 from tailrace.sim.reference.routing import replica_views
 from tailrace.view import ledger
@@ -45,7 +45,7 @@ def private_facts(request: Any) -> Facts:
         return Facts(request.id, int(mix(np.uint64(request.id))))
 
 
-def table_facts(table: RequestTable, router: Router, seed: int) -> list[Facts]:
+def table_facts(table: RequestTable, router: RouterSettings, seed: int) -> list[Facts]:
     """Facts of every request of a table."""
     predicted = predicted_output(table, router.predictor, router.predictor_sigma, seed)
     return [
@@ -95,7 +95,7 @@ class VidurRouter:
         self,
         servers: Sequence[Any],
         replicas: Sequence[Replica],
-        settings: Router,
+        settings: RouterSettings,
         seed: int,
         facts_of: Callable[[Any], Facts] = private_facts,
     ) -> None:

@@ -13,7 +13,7 @@ from vidur.config.config import BaseGlobalSchedulerConfig
 from vidur.scheduler import BaseGlobalScheduler, GlobalSchedulerRegistry
 from vidur.types import BaseIntEnum
 
-from tailrace.config import Replica, Router, parse
+from tailrace.config import Replica, RouterSettings, parse
 from tailrace.errors import TailraceError
 from tailrace.integrations.vidur.limits import SCHEDULERS
 from tailrace.integrations.vidur.measure import measured_cost
@@ -76,7 +76,7 @@ class TailraceGlobalScheduler(BaseGlobalScheduler):  # type: ignore[misc]
         self._assigned: list[tuple[Any, Any]] = []
         self.policy: Policy | None = None
         router = parse(
-            Router,
+            RouterSettings,
             {
                 "staleness_s": settings.staleness_s,
                 "prior_output_tokens": settings.prior_output_tokens,

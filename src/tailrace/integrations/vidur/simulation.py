@@ -17,7 +17,7 @@ from vidur.events import RequestArrivalEvent
 from vidur.events.global_schedule_event import GlobalScheduleEvent
 from vidur.simulator import Simulator
 
-from tailrace.config import Cluster, Replica, Router
+from tailrace.config import Cluster, Replica, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.integrations.vidur import register
 from tailrace.integrations.vidur.limits import replicas_for_vidur
@@ -34,7 +34,7 @@ from tailrace.sim.result import FINISHED, REQUEST_RESULT, SimResult
 from tailrace.view.records import View
 from tailrace.workload.table import RequestTable
 
-DEFAULT_ROUTER = Router()
+DEFAULT_ROUTER = RouterSettings()
 #: The reference device; only its memory matters, and only to orca.
 MODEL, DEVICE, NETWORK_DEVICE = "meta-llama/Llama-3-8B", "a100", "a100_dgx"
 
@@ -57,8 +57,8 @@ class TableSimulator(Simulator, Watcher):  # type: ignore[misc]
     _scheduler: TailraceGlobalScheduler
 
     def __init__(
-        self, settings: Any, replicas: Sequence[Replica], table: RequestTable, router: Router,
-        seed: int,
+        self, settings: Any, replicas: Sequence[Replica], table: RequestTable,
+        router: RouterSettings, seed: int,
     ) -> None:  # fmt: skip
         """Fill the event queue; nothing has happened yet."""
         self.table = table
@@ -179,7 +179,7 @@ class TableSimulator(Simulator, Watcher):  # type: ignore[misc]
 
 
 def prepare(
-    cluster: Cluster, table: RequestTable, *, router: Router = DEFAULT_ROUTER, seed: int = 0
+    cluster: Cluster, table: RequestTable, *, router: RouterSettings = DEFAULT_ROUTER, seed: int = 0
 ) -> TableSimulator:
     """Return a table on a cluster of Vidur at time 0, without a policy."""
     scheduler_config = register()
@@ -199,7 +199,7 @@ def simulate(
     table: RequestTable,
     policy: str | Policy,
     *,
-    router: Router = DEFAULT_ROUTER,
+    router: RouterSettings = DEFAULT_ROUTER,
     seed: int = 0,
     watchers: Sequence[Watcher] = (),
 ) -> SimResult:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Cluster, Engine, Event, Router
+from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy.base import Policy
 from tailrace.sim.feasibility import check_cluster, check_requests
@@ -40,13 +40,13 @@ class ReferenceEngine:
         self,
         cluster: Cluster,
         table: RequestTable,
-        router: Router | None = None,
+        router: RouterSettings | None = None,
         engine: Engine | None = None,
         events: Sequence[Event] = (),
         seed: int = 0,
     ) -> None:
         self.table = table
-        self.router = router or Router()
+        self.router = router or RouterSettings()
         self.engine = engine or Engine()
         self.events = sorted(events, key=lambda event: event.at_s)
         self.seed = seed

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Replica, Router
+from tailrace.config import Replica, RouterSettings
 from tailrace.policy.base import Policy, call_hook, checked_scores
 from tailrace.sim.reference.dispatch import Dispatcher
 from tailrace.sim.reference.request import Request
@@ -30,7 +30,7 @@ class PolicyDispatcher(Dispatcher):
         policy: Policy,
         table: RequestTable,
         replicas: Sequence[Replica],
-        router: Router,
+        router: RouterSettings,
         seed: int,
     ) -> None:
         self.policy = policy

@@ -22,7 +22,7 @@ from tailrace.evaluate.judge.compare import compare
 from tailrace.files import atomic_path
 from tailrace.learn import settings as s
 from tailrace.learn.trainer import Trainer
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.seeds import Purpose, seeds
 
@@ -116,8 +116,8 @@ def main() -> None:
     options = parser.parse_args()
     files: dict[str, list[str]] = {}
     tasks = [(v, seed, options.folder) for v in options.only for seed in range(options.seeds)]
-    with Crew(options.jobs) as crew:
-        for (variant, seed, _), (path, seconds) in zip(tasks, crew.map(train, tasks), strict=True):
+    with WorkerPool(options.jobs) as pool:
+        for (variant, seed, _), (path, seconds) in zip(tasks, pool.map(train, tasks), strict=True):
             files.setdefault(variant, []).append(path)
             print(f"{variant}, seed {seed}: {seconds:.0f} s", file=sys.stderr, flush=True)
     everything = [*RULES, *(path for paths in files.values() for path in paths)]

@@ -21,11 +21,11 @@ from typing import Any
 from rich.console import Console
 
 from bench_sim import machine
-from tailrace.integrations.ray.pool import connect, packed, place
+from tailrace.integrations.ray.pool import connect, executor_factory, packed
 from tailrace.learn import settings as s
 from tailrace.learn.world_schedule import Plan
 from tailrace.learn.worlds import LabelTask, label
-from tailrace.parallel import Crew, working_on
+from tailrace.parallel import WorkerPool, running_on
 from tailrace.policy.learned.architecture import pack
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
@@ -44,19 +44,19 @@ def tasks() -> list[LabelTask]:
     return Plan(settings).label_tasks(0, packed, False, None)
 
 
-def seconds(crew: Crew, work: Sequence[LabelTask]) -> float:
-    """How long a crew takes for them."""
+def seconds(pool: WorkerPool, work: Sequence[LabelTask]) -> float:
+    """How long a pool takes for them."""
     begin = time.perf_counter()
-    for _ in crew.map(label, work):
+    for _ in pool.map(label, work):
         pass
     return time.perf_counter() - begin
 
 
-def overhead_ms(crew: Crew) -> float:
+def overhead_ms(pool: WorkerPool) -> float:
     """Time of a task that does nothing, when they come one by one, ms."""
     begin = time.perf_counter()
     for _ in range(EMPTY):
-        list(crew.map(abs, [0]))
+        list(pool.map(abs, [0]))
     return (time.perf_counter() - begin) / EMPTY * 1e3
 
 
@@ -77,23 +77,26 @@ def measure() -> dict[str, Any]:
     connect(None, 2)
     report["ray_start_s"] = time.perf_counter() - begin
     with ExitStack() as stack:
-        crews = {"here": stack.enter_context(Crew(1)), "processes_2": stack.enter_context(Crew(2))}
+        pools = {
+            "here": stack.enter_context(WorkerPool(1)),
+            "processes_2": stack.enter_context(WorkerPool(2)),
+        }
         for count in (1, 2):
-            with working_on(place("ray", count)):
-                crews[f"ray_{count}"] = stack.enter_context(Crew(1))
-        for name, crew in crews.items():
+            with running_on(executor_factory("ray", count)):
+                pools[f"ray_{count}"] = stack.enter_context(WorkerPool(1))
+        for name, pool in pools.items():
             say(f"warming up {name} …")
-            seconds(crew, [*work, *work])
-        taken: dict[str, list[float]] = {name: [] for name in crews}
+            seconds(pool, [*work, *work])
+        taken: dict[str, list[float]] = {name: [] for name in pools}
         for turn in range(TURNS):
             say(f"turn {turn + 1} of {TURNS} …")
-            for name, crew in crews.items():
-                taken[name].append(seconds(crew, work))
+            for name, pool in pools.items():
+                taken[name].append(seconds(pool, work))
         report["decisions_per_s"] = {
             name: report["decisions"] / statistics.median(times) for name, times in taken.items()
         }
         report["overhead_ms"] = {
-            name: overhead_ms(crews[name]) for name in ("processes_2", "ray_1", "ray_2")
+            name: overhead_ms(pools[name]) for name in ("processes_2", "ray_1", "ray_2")
         }
     rates = report["decisions_per_s"]
     report["ray_1_against_here"] = rates["ray_1"] / rates["here"]

@@ -33,7 +33,7 @@ from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.learn.exploration import Now
 from tailrace.learn.improve.ppo import Learner, PpoSettings
 from tailrace.learn.improve.rollout import RolloutTask, collect
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy.learned.architecture import NetworkConfig
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
@@ -101,7 +101,7 @@ class Tailrace:
             warmup=0,
         )
         self.learner = Learner(new_network(), settings, 1000)
-        self.workers = Crew(processes)
+        self.workers = WorkerPool(processes)
         self.done = 0
 
     def update(self) -> None:

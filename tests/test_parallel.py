@@ -11,40 +11,40 @@ from pathlib import Path
 import pytest
 
 from tailrace.errors import TailraceError
-from tailrace.parallel import Crew, cores
+from tailrace.parallel import WorkerPool, cores
 
 
 def test_results_come_in_the_order_of_the_tasks():
-    assert list(Crew(1).map(abs, [-3, 2, -1])) == [3, 2, 1]
-    with Crew(2) as crew:
-        assert list(crew.map(abs, range(-9, 0))) == list(range(9, 0, -1))
-        assert dict(crew.run(abs, [-4, 4, -5])) == {-4: 4, 4: 4, -5: 5}
+    assert list(WorkerPool(1).map(abs, [-3, 2, -1])) == [3, 2, 1]
+    with WorkerPool(2) as pool:
+        assert list(pool.map(abs, range(-9, 0))) == list(range(9, 0, -1))
+        assert dict(pool.run(abs, [-4, 4, -5])) == {-4: 4, 4: 4, -5: 5}
 
 
 def test_a_dead_worker_is_reported():
-    with Crew(2) as crew, pytest.raises(TailraceError, match=r"worker process died.*--jobs"):
-        list(crew.map(os._exit, [1, 1]))
+    with WorkerPool(2) as pool, pytest.raises(TailraceError, match=r"worker process died.*--jobs"):
+        list(pool.map(os._exit, [1, 1]))
 
 
 def test_processes_go_when_nobody_waits_for_them():
     before = set(multiprocessing.active_children())
-    crew = Crew(2)
-    results = crew.run(time.sleep, [0.01] * 20 + [60] * 20)
+    pool = WorkerPool(2)
+    results = pool.run(time.sleep, [0.01] * 20 + [60] * 20)
     next(results)
     assert len(set(multiprocessing.active_children()) - before) == 2
-    crew.close(at_once=True)
+    pool.close(at_once=True)
     assert set(multiprocessing.active_children()) <= before
 
 
 SCRIPT = """
 import time
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 
 if __name__ == "__main__":
-    crew = Crew(2)
-    results = crew.run(time.sleep, [0.01, 0.01, 60, 60])
+    pool = WorkerPool(2)
+    results = pool.run(time.sleep, [0.01, 0.01, 60, 60])
     next(results)
-    print(*[process.pid for process in crew._pool._processes.values()], flush=True)
+    print(*[process.pid for process in pool._executor._processes.values()], flush=True)
     time.sleep(60)
 """
 

@@ -1,7 +1,7 @@
-"""Work done side by side by several processes, ended cleanly when it is interrupted.
+"""A pool of worker processes that ends cleanly when it is interrupted.
 
-The processes are those of this machine, unless :func:`working_on` says otherwise; what is done with
-them does not depend on where they are.
+The processes run on this machine, unless :func:`running_on` names another executor. No result
+depends on where the work is done.
 """
 
 import multiprocessing
@@ -22,65 +22,71 @@ from tailrace.errors import TailraceError
 T = TypeVar("T")
 R = TypeVar("R")
 
-#: Makes the workers of a crew that does not work on this machine.
-Place = Callable[[], Executor]
-_place: ContextVar[Place | None] = ContextVar("place", default=None)
+#: Makes the executor of a pool whose workers are not processes of this machine.
+ExecutorFactory = Callable[[], Executor]
+_factory: ContextVar[ExecutorFactory | None] = ContextVar("executor_factory", default=None)
 
 
 @contextmanager
-def working_on(place: Place | None) -> Iterator[None]:
-    """Let all crews begun herein work at another place, with as many workers as it has."""
-    token = _place.set(place)
+def running_on(factory: ExecutorFactory | None) -> Iterator[None]:
+    """Run every worker pool created in this block on another executor; None: this machine.
+
+    The executor decides how many workers there are, not the ``jobs`` of the pool.
+    """
+    token = _factory.set(factory)
     try:
         yield
     finally:
-        _place.reset(token)
+        _factory.reset(token)
 
 
 def cores() -> int:
-    """Cores this process may use; where the system cannot say (not Linux), all there are."""
+    """Number of cores this process may use; all cores where the system has no affinity mask."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-class Crew:
-    """Processes that stay for several rounds of work; with one job the work is done here.
+class WorkerPool:
+    """Worker processes that are kept for several batches of tasks.
 
-    ``work`` must be a function at the top of a module, so that a fresh process finds it.
+    The processes start with the first batch. With ``jobs=1``, or for a single task before they have
+    started, the work is done in the calling process. ``work`` must be a function at the top level
+    of a module, so that a new process can import it.
     """
 
     def __init__(self, jobs: int | None = None) -> None:
+        """Prepare for ``jobs`` processes; default: one per core."""
         self._jobs = jobs or cores()
-        self._place = _place.get()
-        self._pool: Executor | None = None
+        self._factory = _factory.get()
+        self._executor: Executor | None = None
         self._others: set[multiprocessing.process.BaseProcess] = set()
 
-    def __enter__(self) -> "Crew":
+    def __enter__(self) -> "WorkerPool":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(at_once=kind is not None)
 
     def close(self, at_once: bool = False) -> None:
-        """Send the processes home; at once, if nobody wants the results they are at."""
-        if self._pool is None:
+        """End the processes after their current tasks, or without waiting for those."""
+        if self._executor is None:
             return
         if at_once:
             for worker in set(multiprocessing.active_children()) - self._others:
                 worker.terminate()
-        self._pool.shutdown(cancel_futures=True)
-        self._pool = None
+        self._executor.shutdown(cancel_futures=True)
+        self._executor = None
 
     def run(self, work: Callable[[T], R], tasks: Sequence[T]) -> Iterator[tuple[T, R]]:
-        """Yield tasks with their results as they come."""
+        """Yield (task, result) pairs as the tasks complete."""
         if self._works_here(tasks):
             for task in tasks:
                 yield task, work(task)
             return
-        pool = self._start()
+        executor = self._start()
         try:
-            waiting = {pool.submit(work, task): task for task in tasks}
+            waiting = {executor.submit(work, task): task for task in tasks}
             while waiting:
                 done, _ = wait(waiting, return_when=FIRST_COMPLETED)
                 for future in done:
@@ -99,21 +105,21 @@ class Crew:
             raise _worker_died() from None
 
     def _works_here(self, tasks: Sequence[T]) -> bool:
-        if self._place is not None:
+        if self._factory is not None:
             return False
-        return self._jobs <= 1 or (len(tasks) <= 1 and self._pool is None)
+        return self._jobs <= 1 or (len(tasks) <= 1 and self._executor is None)
 
     def _start(self) -> Executor:
-        if self._pool is None and self._place is not None:
-            self._pool = self._place()
-        if self._pool is None:
+        if self._executor is None and self._factory is not None:
+            self._executor = self._factory()
+        if self._executor is None:
             # spawn: a fork would copy threads and locks of Numba and Arrow in any state.
             context = multiprocessing.get_context("spawn")
             self._others = set(multiprocessing.active_children())
-            self._pool = ProcessPoolExecutor(
+            self._executor = ProcessPoolExecutor(
                 self._jobs, mp_context=context, initializer=_start_worker
             )
-        return self._pool
+        return self._executor
 
 
 def _worker_died() -> TailraceError:
@@ -121,9 +127,9 @@ def _worker_died() -> TailraceError:
 
 
 def _start_worker() -> None:
-    """Let Ctrl-C end a worker at once and silently, and the parent's death, however it came.
+    """Make a worker end silently on Ctrl-C, and when its parent dies for whatever reason.
 
-    What a user's policy prints goes to standard error: the other belongs to results.
+    What a user's policy prints goes to standard error: standard output is for results.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stderr

@@ -6,12 +6,12 @@ from tailrace.config import Workload
 from tailrace.learn import validation as module
 from tailrace.learn.validation import Validation
 from tailrace.learn.worlds import Driver, Played, World
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.seeds import Purpose, seeds
 
 SEEDS = seeds(Purpose.TRAINING, 2, 900_000_000)
 QUIET = SCENARIO.model_copy(update={"workload": Workload(name="chat", rate=4.0)})
-WORKERS = Crew(1)
+WORKERS = WorkerPool(1)
 
 
 def worlds(requests=120):

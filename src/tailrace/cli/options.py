@@ -149,14 +149,14 @@ def jobs_option(function: F) -> F:
 
 
 def workers_option(function: F) -> F:
-    """Add ``--workers``, to a command with ``--jobs``: all its crews work there."""
+    """Add ``--workers`` to a command with ``--jobs``: where its worker pools run."""
 
     @wraps(function)
     def there(*args: Any, workers: str, **params: Any) -> Any:
-        from tailrace.integrations.ray.pool import place
-        from tailrace.parallel import working_on
+        from tailrace.integrations.ray.pool import executor_factory
+        from tailrace.parallel import running_on
 
-        with working_on(place(workers, params["jobs"])):
+        with running_on(executor_factory(workers, params["jobs"])):
             return function(*args, **params)
 
     return click.option(

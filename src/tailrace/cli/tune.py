@@ -121,7 +121,7 @@ def _tune_rules(
     from tailrace.evaluate.judge.suite import TUNE_FROM
     from tailrace.evaluate.search.tune import Objective, tune_rule
     from tailrace.evaluate.search.tuned import merge, record_of
-    from tailrace.parallel import Crew
+    from tailrace.parallel import WorkerPool
     from tailrace.seeds import Purpose, seeds
 
     numbers = seeds(Purpose.TUNING, seed_count, TUNE_FROM)
@@ -134,8 +134,8 @@ def _tune_rules(
     }
     found: dict[str, Tuned] = {}
     show = not (as_json or quiet)
-    with Crew(jobs) as crew, console.progress("tuning", len(targets), enabled=show) as update:
-        objective = Objective(traffics, crew)
+    with WorkerPool(jobs) as pool, console.progress("tuning", len(targets), enabled=show) as update:
+        objective = Objective(traffics, pool)
         for name in targets:
             found[name] = tune_rule(name, objective, budget)
             update(len(found))
@@ -161,7 +161,7 @@ def _tune_learning(
 ) -> None:  # fmt: skip
     from tailrace.evaluate.judge.suite import TUNE_FROM
     from tailrace.evaluate.search.tuned import save_linear, save_predictor
-    from tailrace.parallel import Crew
+    from tailrace.parallel import WorkerPool
     from tailrace.policy.shipped import LINEAR
     from tailrace.seeds import Purpose, seeds
 
@@ -170,11 +170,14 @@ def _tune_learning(
     purpose = Purpose.TUNING if name == LINEAR else Purpose.TRAINING
     traffics = _traffics(suite, scenario_names, requests, seeds(purpose, seed_count, TUNE_FROM))
     total = generations if name == LINEAR else rounds
-    with Crew(jobs) as crew, console.progress(f"tuning {name}", total, enabled=show) as update:
+    with (
+        WorkerPool(jobs) as pool,
+        console.progress(f"tuning {name}", total, enabled=show) as update,
+    ):
         if name == LINEAR:
-            figures = save_linear(output, traffics, crew, generations, update)
+            figures = save_linear(output, traffics, pool, generations, update)
         else:
-            figures = save_predictor(output, traffics, crew, rounds, update)
+            figures = save_predictor(output, traffics, pool, rounds, update)
     if as_json:
         console.print_json({"name": name, "file": output, **figures})
     else:

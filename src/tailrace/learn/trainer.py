@@ -26,7 +26,7 @@ from tailrace.learn.settings import TrainSettings
 from tailrace.learn.validation import Validation, Verdict
 from tailrace.learn.world_schedule import Plan
 from tailrace.learn.worlds import Driver, label
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
@@ -116,7 +116,7 @@ class Trainer:
         self.behind = stopping.Behind(settings.safety, self.progress.behind)
         if self._fresh:
             self.folder.create(settings)
-        self.workers = Crew(jobs)
+        self.workers = WorkerPool(jobs)
         self._demonstrations: list[Samples] = []
         self._lessons: list[fit.Demonstrations] = []
         self._improvement: Improvement | None = None

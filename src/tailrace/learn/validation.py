@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.learn.worlds import Driver, Played, ScoreTask, World, score
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Validation:
         self.rules = tuple(rules)
         self.rule_costs: dict[str, tuple[float, ...]] = {}
 
-    def judge_rules(self, workers: Crew) -> None:
+    def judge_rules(self, workers: WorkerPool) -> None:
         """Play all rules; the first is the reference."""
         tasks = [ScoreTask(w, Driver.of(rule)) for rule in self.rules for w in self.worlds]
         played = list(workers.map(score, tasks))
@@ -39,7 +39,7 @@ class Validation:
             of_rule = played[k * len(self.worlds) : (k + 1) * len(self.worlds)]
             self.rule_costs[rule] = self._by_scenario(of_rule)
 
-    def judge(self, driver: Driver, workers: Crew) -> Verdict:
+    def judge(self, driver: Driver, workers: WorkerPool) -> Verdict:
         """Play a policy."""
         played = list(workers.map(score, [ScoreTask(world, driver) for world in self.worlds]))
         costs = self._by_scenario(played)

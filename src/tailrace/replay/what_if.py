@@ -10,7 +10,7 @@ from tailrace.config import MAX_REPLICAS, Cluster, Engine, Replica, RouterSettin
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.replay.fidelity import with_overhead
 from tailrace.sim.simulator import simulate
 from tailrace.workload.table import RequestTable
@@ -84,8 +84,8 @@ def what_if(
                 )
             )
     found: dict[tuple[int, str], Summary] = {}
-    with Crew(jobs) as crew:
-        for done, (task, summary) in enumerate(crew.run(_run, tasks), start=1):
+    with WorkerPool(jobs) as pool:
+        for done, (task, summary) in enumerate(pool.run(_run, tasks), start=1):
             found[task.cluster.size, task.policy] = summary
             if progress is not None:
                 progress(done)

@@ -19,7 +19,7 @@ from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.metrics import composite_cost_s, request_times, summarise
 from tailrace.evaluate.measure.runner import run
 from tailrace.evaluate.measure.tail import RUN_OUT, mean_present
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.report.decisions import Decisions, Question, decisions
@@ -137,8 +137,8 @@ def play(
 ) -> Replays:
     """Play what the plots need; ``progress`` is told how many tasks are done."""
     found: list[Found] = []
-    with Crew(jobs) as crew:
-        for done, (_, part) in enumerate(crew.run(work, tasks), start=1):
+    with WorkerPool(jobs) as pool:
+        for done, (_, part) in enumerate(pool.run(work, tasks), start=1):
             found += part
             if progress is not None:
                 progress(done)

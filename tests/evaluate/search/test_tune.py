@@ -11,7 +11,7 @@ from tailrace.evaluate.search import linear, tuned
 from tailrace.evaluate.search.cmaes import CmaEs
 from tailrace.evaluate.search.recorded_states import record
 from tailrace.evaluate.search.tune import KNOBS, Knob, Objective, rule_of, tune_linear, tune_rule
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.learned.checkpoint import load
 from tailrace.policy.learned.observation import (
@@ -116,28 +116,28 @@ def test_one_constant_by_grid_and_several_by_cma_es():
 
 @pytest.mark.compiled
 def test_the_objective_scores_by_cost_relative_to_the_reference():
-    with Crew(1) as crew:
-        objective = Objective([Traffic(SMALL, 40.0, TUNING)], crew)
+    with WorkerPool(1) as pool:
+        objective = Objective([Traffic(SMALL, 40.0, TUNING)], pool)
         make = partial(rule_of, "load_aware")
         one, other = objective.scores(make, np.array([[1.0], [1.0]]))
         assert one == other < 1.0
         with pytest.raises(TailraceError, match="set aside for training, not tuning"):
-            Objective([Traffic(SMALL, 40.0, TRAINING)], crew)
+            Objective([Traffic(SMALL, 40.0, TRAINING)], pool)
 
 
 @pytest.mark.compiled
 def test_tuned_weights_are_never_worse_than_the_first(tmp_path):
     traffics = [Traffic(SMALL, 40.0, TUNING)]
     told = []
-    with Crew(1) as crew:
-        objective = Objective(traffics, crew)
+    with WorkerPool(1) as pool:
+        objective = Objective(traffics, pool)
         best = tune_linear(objective, traffics, 2, lambda *a: told.append(a[:2]), population=4)
         assert [generation for generation, _ in told] == [0, 1, 2]
         scores = [score for _, score in told]
         assert scores == sorted(scores, reverse=True)
         assert objective.scores(linear.policy_of, best[None])[0] == pytest.approx(scores[-1])
         path = tmp_path / "mine.tailrace"
-        figures = tuned.save_linear(path, traffics, crew, 1, lambda _: None)
+        figures = tuned.save_linear(path, traffics, pool, 1, lambda _: None)
     policy = load(path)
     assert policy.about["scores"] == {"tuning": figures["score"]}
     assert policy.about["seeds"] == [TUNING]
@@ -176,12 +176,12 @@ def test_a_predictor_learns_what_requests_cost():
 
     traffics = [Traffic(SMALL, 40.0, TRAINING)]
     told = []
-    with Crew(1) as crew:
+    with WorkerPool(1) as pool:
         tensors = predictor.train(
-            traffics, crew, rounds=2, epochs=8, report=lambda *a: told.append(a)
+            traffics, pool, rounds=2, epochs=8, report=lambda *a: told.append(a)
         )
         with pytest.raises(TailraceError, match="set aside for tuning, not training"):
-            predictor.train([Traffic(SMALL, 40.0, TUNING)], crew)
+            predictor.train([Traffic(SMALL, 40.0, TUNING)], pool)
     assert [number for number, _, _ in told] == [1, 2]
     assert told[1][2] == 600
     assert not tensors["actor.output.weight"].any()  # a replica is judged by itself

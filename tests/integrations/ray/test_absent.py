@@ -14,7 +14,7 @@ from tailrace.cli import cli
 from tailrace.errors import TailraceError
 from tailrace.integrations import ray
 from tailrace.integrations.ray import pool
-from tailrace.parallel import Crew, working_on
+from tailrace.parallel import WorkerPool, running_on
 
 
 @pytest.fixture
@@ -76,20 +76,20 @@ def test_sweeps_need_ray_and_something_to_vary(monkeypatch):
     assert "there is no sweep: it has no sweep.json" in run("sweep", "--resume", "there").stderr
 
 
-def test_a_crew_works_at_the_place_it_was_begun_at():
+def test_a_pool_keeps_the_executor_it_was_created_with():
     made = []
 
-    def place():
+    def factory():
         made.append(ThreadPoolExecutor(1))
         return made[-1]
 
-    with working_on(place):
-        crew = Crew(1)
-    elsewhere = Crew(1)
-    with crew:
-        assert list(crew.map(abs, [-1])) == [1]
-        assert dict(crew.run(abs, [-2])) == {-2: 2}
-    assert list(elsewhere.map(abs, [-1])) == [1]
+    with running_on(factory):
+        elsewhere = WorkerPool(1)
+    here = WorkerPool(1)
+    with elsewhere:
+        assert list(elsewhere.map(abs, [-1])) == [1]
+        assert dict(elsewhere.run(abs, [-2])) == {-2: 2}
+    assert list(here.map(abs, [-1])) == [1]
     assert len(made) == 1
     with pytest.raises(RuntimeError, match="after shutdown"):
         made[0].submit(abs, 1)

@@ -13,7 +13,7 @@ from tailrace.cli import cli
 from tailrace.errors import TailraceError
 from tailrace.integrations.ray.pool import RayPool
 from tailrace.learn.trainer import Trainer
-from tailrace.parallel import Crew, working_on
+from tailrace.parallel import WorkerPool, running_on
 
 pytestmark = [
     pytest.mark.ray,
@@ -37,15 +37,15 @@ def changed(a, b):
 
 
 def test_results_come_in_the_order_of_the_tasks(cluster):
-    with working_on(RayPool), Crew(1) as crew:
-        assert list(crew.map(abs, range(-9, 0))) == list(range(9, 0, -1))
-        assert dict(crew.run(abs, [-4, 4, -5])) == {-4: 4, 4: 4, -5: 5}
-    assert cluster.is_initialized()  # it was not the crew's own
+    with running_on(RayPool), WorkerPool(1) as pool:
+        assert list(pool.map(abs, range(-9, 0))) == list(range(9, 0, -1))
+        assert dict(pool.run(abs, [-4, 4, -5])) == {-4: 4, 4: 4, -5: 5}
+    assert cluster.is_initialized()  # it was not the pool's own
 
 
 def test_arrays_can_be_written_to_as_from_a_process_of_ones_own():
-    with working_on(RayPool), Crew(1) as crew:
-        (found,) = crew.map(np.sort, [np.array([3.0, 1.0])])
+    with running_on(RayPool), WorkerPool(1) as pool:
+        (found,) = pool.map(np.sort, [np.array([3.0, 1.0])])
     found[0] = 5.0
 
 
@@ -61,18 +61,18 @@ def test_a_large_array_of_many_tasks_is_stored_once_unless_it_changes():
 
 
 def test_errors_arrive_as_they_are():
-    with working_on(RayPool), Crew(1) as crew:
+    with running_on(RayPool), WorkerPool(1) as pool:
         with pytest.raises(TailraceError, match=r"^7 is wrong$"):
-            list(crew.map(complain, [7]))
+            list(pool.map(complain, [7]))
         with pytest.raises(TypeError, match="has no len"):
-            list(crew.map(len, [7]))
+            list(pool.map(len, [7]))
 
 
 def test_a_task_that_kills_every_worker_is_given_up():
-    with working_on(RayPool), Crew(1) as crew:
+    with running_on(RayPool), WorkerPool(1) as pool:
         with pytest.raises(TailraceError, match="its workers died 4 times"):
-            list(crew.map(die, [0]))
-        assert list(crew.map(abs, [-1])) == [1]
+            list(pool.map(die, [0]))
+        assert list(pool.map(abs, [-1])) == [1]
 
 
 def test_what_nobody_waits_for_is_stopped(cluster, tmp_path):
@@ -88,7 +88,7 @@ def test_what_nobody_waits_for_is_stopped(cluster, tmp_path):
 def test_a_run_is_the_same_as_with_processes_here(folder, over):
     name = over.get("method", "branching")
     Trainer(folder / f"{name}-here", settings(folder, over), 1).run()
-    with working_on(RayPool):
+    with running_on(RayPool):
         Trainer(folder / f"{name}-ray", settings(folder, over), 1).run()
     assert changed(content(folder / f"{name}-here"), content(folder / f"{name}-ray")) == []
 
@@ -96,7 +96,7 @@ def test_a_run_is_the_same_as_with_processes_here(folder, over):
 def test_nothing_is_lost_with_workers_that_die(folder, tmp_path):
     numbers = (2, 6, 7, 13)  # judging rules, demonstrations, and later
     Trainer(folder / "unharmed", settings(folder, BRANCHING), 1).run()
-    with working_on(lambda: DyingPool(tmp_path, numbers)):
+    with running_on(lambda: DyingPool(tmp_path, numbers)):
         Trainer(folder / "dying", settings(folder, BRANCHING), 1).run()
     assert {path.name for path in tmp_path.iterdir()} == {f"died-{n}" for n in numbers}
     assert changed(content(folder / "unharmed"), content(folder / "dying")) == []

@@ -13,7 +13,7 @@ from tailrace.learn.exploration import Exploration  # noqa: E402
 from tailrace.learn.improve import improvement as module  # noqa: E402
 from tailrace.learn.improve.improvement import Branching, Ppo  # noqa: E402
 from tailrace.learn.world_schedule import Plan  # noqa: E402
-from tailrace.parallel import Crew  # noqa: E402
+from tailrace.parallel import WorkerPool  # noqa: E402
 from tailrace.policy.learned.network import Network  # noqa: E402
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES  # noqa: E402
 from tailrace.seeds import Purpose, seeds  # noqa: E402
@@ -21,7 +21,7 @@ from tailrace.seeds import Purpose, seeds  # noqa: E402
 pytestmark = pytest.mark.compiled
 torch.set_num_threads(1)
 
-WORKERS = Crew(1)
+WORKERS = WorkerPool(1)
 CAPACITIES = (("chat", 8.0),)
 RANDOM = {"scenarios": [], "randomise": {"workloads": {"chat": 1}, "replicas": [2, 6]}}
 

@@ -12,7 +12,7 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, run
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.seeds import generator
 
 DEFAULT_REFERENCE = "least_outstanding"
@@ -88,8 +88,8 @@ def compare(
         Task(scenario, rate, policy, seed, warmup_fraction) for seed in seeds for policy in wanted
     ]
     found: dict[tuple[str, int], Summary] = {}
-    with Crew(jobs) as crew:
-        for done, (task, summary) in enumerate(crew.run(play or _simulate, tasks), start=1):
+    with WorkerPool(jobs) as pool:
+        for done, (task, summary) in enumerate(pool.run(play or _simulate, tasks), start=1):
             found[task.policy, task.seed] = summary
             if progress is not None:
                 progress(done)

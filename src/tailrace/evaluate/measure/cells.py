@@ -21,7 +21,7 @@ from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
 from tailrace.evaluate.measure.runner import run
 from tailrace.evaluate.measure.tail import Extremes, extremes
 from tailrace.files import atomic_path, dumps, plain
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.sim.result import SimResult
 
 #: Policies that one task runs on the same traffic: made once for them, and progress shows.
@@ -212,8 +212,8 @@ def gather(
     if progress is not None:
         progress(kept, kept)
     tasks.sort(key=_urgency)
-    with Crew(jobs) as crew:
-        for _, found in crew.run(work, tasks):
+    with WorkerPool(jobs) as pool:
+        for _, found in pool.run(work, tasks):
             cells += found
             if progress is not None:
                 progress(len(cells), kept)

@@ -16,7 +16,7 @@ from torch.nn import functional as fn
 
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.search.recorded_states import Observed, record
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.architecture import NetworkConfig
@@ -58,7 +58,7 @@ def _driver(task: RecordTask) -> Policy:
 
 def train(
     traffics: Sequence[Traffic],
-    crew: Crew,
+    pool: WorkerPool,
     *,
     rounds: int = 3,
     epochs: int = 6,
@@ -85,7 +85,7 @@ def train(
             for t in traffics
             for k, d in enumerate(drivers, start=3 * number)
         ]
-        data += crew.map(recorded, tasks)
+        data += pool.map(recorded, tasks)
         error = _fit(network, data, epochs, first=number == 0)
         report(number + 1, error, sum(len(part.cost_s) for part in data))
     return network.tensors()

@@ -10,7 +10,7 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, run
 from tailrace.evaluate.search.capacity import Objective
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 
 Counts = tuple[int, ...]
 
@@ -112,8 +112,8 @@ def plan(
         policy_for(_with(wanted.scenario, kinds, (1,) * len(kinds)), policy)
     tasks = [_Task(wanted, tuple(kinds), policy) for policy in policies]
     found: dict[str, Need] = {}
-    with Crew(jobs) as crew:
-        for task, need in crew.run(_search, tasks):
+    with WorkerPool(jobs) as pool:
+        for task, need in pool.run(_search, tasks):
             found[task.policy] = need
             if progress is not None:
                 progress(len(found))

@@ -20,7 +20,7 @@ from tailrace.evaluate.measure.runner import traffic as requests_of
 from tailrace.evaluate.search import linear
 from tailrace.evaluate.search.cmaes import CmaEs
 from tailrace.evaluate.search.recorded_states import record
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.observation import REPLICA_FEATURES
@@ -141,11 +141,11 @@ def reference_rule(constants: Array) -> Policy:
 class Objective:
     """Scores candidates on scenarios and tuning seeds; the reference is run once."""
 
-    def __init__(self, traffics: Sequence[Traffic], crew: Crew) -> None:
+    def __init__(self, traffics: Sequence[Traffic], pool: WorkerPool) -> None:
         for traffic in traffics:
             require(traffic.seed, Purpose.TUNING)
         self._traffics = list(traffics)
-        self._crew = crew
+        self._pool = pool
         names = [t.scenario.name for t in traffics]
         kinds = list(dict.fromkeys(names))
         self._mean = np.array([[n == k for n in names] for k in kinds], float)
@@ -155,7 +155,7 @@ class Objective:
     def _means(self, make: Maker, candidates: Array) -> Array:
         """Mean cost over the seeds of each scenario [S, C]."""
         tasks = [CostTask(traffic, make, candidates) for traffic in self._traffics]
-        return np.asarray(self._mean @ np.array(list(self._crew.map(costs, tasks))))
+        return np.asarray(self._mean @ np.array(list(self._pool.map(costs, tasks))))
 
     def scores(self, make: Maker, candidates: Array) -> Array:
         """Return the scores of candidates [C, d]; 1: as good as the reference, lower is better."""

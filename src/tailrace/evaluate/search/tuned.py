@@ -13,7 +13,7 @@ from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.search import linear
 from tailrace.evaluate.search.tune import Objective, Tuned, tune_linear
 from tailrace.files import atomic_path, dumps
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.observation import REPLICA_FEATURES
 from tailrace.policy.shipped import LINEAR, PREDICTOR, spec_of
@@ -60,7 +60,7 @@ def _seeds(traffics: Sequence[Traffic]) -> list[int]:
 def save_linear(
     path: Path,
     traffics: Sequence[Traffic],
-    crew: Crew,
+    pool: WorkerPool,
     generations: int,
     progress: Callable[[int], None],
 ) -> dict[str, float]:
@@ -90,14 +90,14 @@ def save_linear(
             scores={"tuning": score},
         )
 
-    tune_linear(Objective(traffics, crew), traffics, generations, report)
+    tune_linear(Objective(traffics, pool), traffics, generations, report)
     return {"score": last}
 
 
 def save_predictor(
     path: Path,
     traffics: Sequence[Traffic],
-    crew: Crew,
+    pool: WorkerPool,
     rounds: int,
     progress: Callable[[int], None],
 ) -> dict[str, float]:
@@ -115,7 +115,7 @@ def save_predictor(
         progress(number)
         figures.update(error=error, decisions=decisions)
 
-    tensors = predictor.train(traffics, crew, rounds=rounds, report=report)
+    tensors = predictor.train(traffics, pool, rounds=rounds, report=report)
     training = {"kind": PREDICTOR, "rounds": rounds, **_conditions(traffics)}
     checkpoint.save(
         path,

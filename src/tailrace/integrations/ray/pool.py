@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
 from tailrace.integrations.ray import require
-from tailrace.parallel import Place, cores
+from tailrace.parallel import ExecutorFactory, cores
 
 R = TypeVar("R")
 
@@ -42,8 +42,8 @@ _PACKAGE = Path(__file__).parents[2]
 _SOURCES = ("*.py", "env", "evaluate", "learn", "policy", "sim", "view", "workload")
 
 
-def place(workers: str, jobs: int | None = None) -> Place | None:
-    """Return the place that ``--workers`` names: "local" (None), "ray" or "ray:ADDRESS".
+def executor_factory(workers: str, jobs: int | None = None) -> ExecutorFactory | None:
+    """Return the factory that ``--workers`` names: "local" (None), "ray" or "ray:ADDRESS".
 
     ``jobs``: most tasks at once; default: one per CPU of the Ray cluster.
     """

@@ -19,7 +19,7 @@ from tailrace.learn.samples import Samples, grouped
 from tailrace.learn.settings import ROLLOUT_TASKS, Stage, TrainSettings
 from tailrace.learn.world_schedule import Plan
 from tailrace.learn.worlds import BranchTask, branch
-from tailrace.parallel import Crew
+from tailrace.parallel import WorkerPool
 from tailrace.policy.learned.architecture import pack
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
@@ -57,7 +57,7 @@ class Improvement(Protocol):
 
 
 def gather(
-    workers: Crew, work: Callable[[Any], Any], tasks: Sequence[Any], tick: Tick
+    workers: WorkerPool, work: Callable[[Any], Any], tasks: Sequence[Any], tick: Tick
 ) -> list[Any]:
     """Do tasks side by side and tell how many are done."""
     results = []
@@ -70,7 +70,7 @@ def gather(
 class Branching:
     """Try several choices at sampled decisions, and shift towards the cheaper ones."""
 
-    def __init__(self, network: Network, plan: Plan, workers: Crew, first_seed: int) -> None:
+    def __init__(self, network: Network, plan: Plan, workers: WorkerPool, first_seed: int) -> None:
         """``first_seed`` is the number of the first training seed it may use."""
         self._network, self._plan, self._workers = network, plan, workers
         self._settings = plan.settings
@@ -172,7 +172,7 @@ class Ppo:
         self,
         network: Network,
         plan: Plan,
-        workers: Crew,
+        workers: WorkerPool,
         first_seed: int,
         exploration: Exploration,
         tasks: int = ROLLOUT_TASKS,

@@ -22,7 +22,7 @@ from tailrace.evaluate.measure.runner import simulation
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
-from tailrace.router.intake.request_body import read_asked
+from tailrace.router.intake.request_body import read_request
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.cluster import Fleet, Flight
 from tailrace.seeds import Purpose, seeds
@@ -69,7 +69,7 @@ def live(policy: str, replicas: int, decisions: int) -> dict[str, Any]:
     decide, everything = Clock(), Clock()
 
     def one(body: bytes) -> None:
-        arrival = fleet.arrive(read_asked("/v1/chat/completions", {}, body))
+        arrival = fleet.arrive(read_request("/v1/chat/completions", {}, body))
         decision = decide.call(lambda: chooser.choose(arrival))
         flights.append(fleet.open(arrival, decision.replica, decision))
         if len(flights) > IN_FLIGHT * replicas:

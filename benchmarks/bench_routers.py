@@ -28,7 +28,7 @@ from tailrace.emulate import tokenizer
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.replica import EmulatedReplica, Job
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.cluster import Fleet, Flight
 from tailrace.router.state.shared_state import new_books
@@ -146,7 +146,7 @@ class World:
         prompt = self._writer.write(row, self._so_far.get(session))
         text = prompt.text().decode()
         name = str(session) if session >= 0 else None
-        asked = Asked("completion", text=text, streams=True, session=name)
+        asked = RequestBody("completion", text=text, streams=True, session=name)
         arrival = fleet.arrive(asked, keep=True)
         decision = chooser.choose(arrival)
         assert decision is not None

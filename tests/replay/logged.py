@@ -6,7 +6,7 @@ import numpy as np
 
 from router.fleets import Clock, backends, new_chooser
 from tailrace.bench.prompts import PromptWriter
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
 from tailrace.router.state.cluster import Fleet
 from tailrace.sim.simulator import simulate
@@ -42,7 +42,7 @@ def write_log(folder, cluster, table, policy="least_outstanding", overhead_s=0.0
         clock.now = START_S + at
         if kind == 0:
             text = writer.write(row).text().decode()
-            asked = Asked("chat", "m", text=text, streams=True)
+            asked = RequestBody("chat", "m", text=text, streams=True)
             if rows["session"][row] >= 0:
                 asked.session = f"session {rows['session'][row]}"
             before = int(rows["parent"][row])

@@ -4,7 +4,7 @@ import orjson
 
 from tailrace.config import Replica
 from tailrace.router.decide.chooser import Chooser, ChooserSettings, Decision
-from tailrace.router.intake.request_body import Asked, read_asked
+from tailrace.router.intake.request_body import RequestBody, read_request
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.cluster import Arrival, Fleet, Flight
 
@@ -42,17 +42,17 @@ def new_chooser(fleet: Fleet, policy: str = "least_outstanding", **settings: obj
     return Chooser(fleet, ChooserSettings(policy=policy, **settings), warm_up=False)  # type: ignore[arg-type]
 
 
-def chat(*contents: str, **fields: object) -> Asked:
+def chat(*contents: str, **fields: object) -> RequestBody:
     """A conversation of user and assistant in turn."""
     messages = [
         {"role": ("user", "assistant")[i % 2], "content": content}
         for i, content in enumerate(contents)
     ]
     body = orjson.dumps({"model": "m", "stream": True, "messages": messages, **fields})
-    return read_asked("/v1/chat/completions", {}, body)
+    return read_request("/v1/chat/completions", {}, body)
 
 
-def send(fleet: Fleet, asked: Asked, replica: int = 0) -> Flight:
+def send(fleet: Fleet, asked: RequestBody, replica: int = 0) -> Flight:
     """Send a request to a replica of the caller's choice."""
     arrival = fleet.arrive(asked)
     return fleet.open(arrival, replica, decided(fleet, arrival, replica))

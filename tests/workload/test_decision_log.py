@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from router.fleets import Clock, chat, new_fleet, send
 from tailrace.cli import cli
 from tailrace.errors import TailraceError
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
 from tailrace.workload import traces
 from tailrace.workload.prefix import repeated_tokens
@@ -30,7 +30,12 @@ class Live:
         )
 
     def play(
-        self, asked: Asked, at: float, output: int, outcome: str = "done", lasts_s: float = 1.0
+        self,
+        asked: RequestBody,
+        at: float,
+        output: int,
+        outcome: str = "done",
+        lasts_s: float = 1.0,
     ) -> int:
         """Play one request; return its prompt's tokens, as the server counts: four bytes each."""
         size = len((asked.text or "").encode())
@@ -48,7 +53,7 @@ def test_lengths_arrivals_sessions_and_prefixes_come_back(tmp_path: Path) -> Non
     live = Live(tmp_path)
     prompts = [
         live.play(chat(SYSTEM + "first " * 40, user="ada"), 0.0, 50),
-        live.play(Asked("completion", "m", text="alone " * 30), 2.0, 5),
+        live.play(RequestBody("completion", "m", text="alone " * 30), 2.0, 5),
         live.play(chat(SYSTEM + "other " * 40, user="bob"), 3.5, 20),
         live.play(chat(SYSTEM + "first " * 40, "answer " * 28, "more " * 9, user="ada"), 4.0, 7),
     ]
@@ -89,7 +94,7 @@ def test_turns_of_unnamed_conversations_are_recognised(tmp_path: Path) -> None:
 
 def test_only_answered_requests_become_rows_and_each_once(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    asked = Asked("completion", "m", text="retried " * 50)
+    asked = RequestBody("completion", "m", text="retried " * 50)
     arrival = live.fleet.arrive(asked)
     from router.fleets import decided
 
@@ -108,8 +113,8 @@ def test_only_answered_requests_become_rows_and_each_once(tmp_path: Path) -> Non
 
 def test_lines_are_written_by_end_but_rows_go_by_arrival(tmp_path: Path) -> None:
     live = Live(tmp_path)
-    live.play(Asked("completion", text="b" * 99), 5.0, 2)
-    live.play(Asked("completion", text="a" * 99), 1.0, 1)
+    live.play(RequestBody("completion", text="b" * 99), 5.0, 2)
+    live.play(RequestBody("completion", text="a" * 99), 1.0, 1)
     live.log.close()
     rows = traces.read(tmp_path).table.rows
     assert list(rows["output_tokens"]) == [1, 2]

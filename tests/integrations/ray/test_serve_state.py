@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 from tailrace.errors import TailraceError
 from tailrace.integrations.ray.serve_state import Book, ServeSettings, asked_of
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.view.records import NEVER
 
 pytestmark = pytest.mark.compiled
@@ -37,7 +37,7 @@ def book(clock):
 
 
 def prompt(text="hello", session=None):
-    return lambda: Asked("completion", text=text, session=session)
+    return lambda: RequestBody("completion", text=text, session=session)
 
 
 def send(book, request, asked=None, full=()):

@@ -8,30 +8,30 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tailrace.router.intake import fast_body
-from tailrace.router.intake.fast_body import Bodies
-from tailrace.router.intake.request_body import Asked, BadRequest, read_body
+from tailrace.router.intake.fast_body import BodyReader
+from tailrace.router.intake.request_body import BadRequest, RequestBody, read_body
 
-_READER = Bodies()
+_READER = BodyReader()
 _FIELDS = ("kind", "model", "streams", "max_tokens", "session", "priority", "ttft_slo_s", "salt",
            "has_media", "token_ids", "prompts")  # fmt: skip
 
 
-def _text(asked: Asked) -> bytes | None:
-    if asked.data is not None:
-        return asked.data.tobytes()
-    return None if asked.text is None else asked.text.encode(errors="surrogatepass")
+def _text(request: RequestBody) -> bytes | None:
+    if request.data is not None:
+        return request.data.tobytes()
+    return None if request.text is None else request.text.encode(errors="surrogatepass")
 
 
-def _answer(asked: Asked) -> tuple[int, int] | None:
+def _answer(request: RequestBody) -> tuple[int, int] | None:
     """Where the latest answer stands, in bytes."""
-    if asked.answer is None or asked.data is not None:
-        return asked.answer
-    text = asked.text or ""
-    start, end = (len(text[:at].encode(errors="surrogatepass")) for at in asked.answer)
+    if request.answer is None or request.data is not None:
+        return request.answer
+    text = request.text or ""
+    start, end = (len(text[:at].encode(errors="surrogatepass")) for at in request.answer)
     return start, end
 
 
-def _check(kind: str, body: bytes) -> Asked | None:
+def _check(kind: str, body: bytes) -> RequestBody | None:
     """Read both ways and compare; return what the compiled reader says."""
     try:
         expected = read_body(kind, {}, body)
@@ -48,8 +48,8 @@ def _check(kind: str, body: bytes) -> Asked | None:
 
 
 def _is_compiled(kind: str, body: bytes) -> bool:
-    asked = _check(kind, body)
-    return asked is not None and asked.data is not None
+    request = _check(kind, body)
+    return request is not None and request.data is not None
 
 
 _CHAT: dict[str, Any] = {
@@ -69,26 +69,26 @@ _CHAT: dict[str, Any] = {
 @pytest.mark.parametrize("indent", [None, 2])
 def test_an_ordinary_chat_is_read_compiled(ascii_only: bool, indent: int | None) -> None:
     body = json.dumps(_CHAT, ensure_ascii=ascii_only, indent=indent).encode()
-    asked = _check("chat", body)
-    assert asked is not None
-    assert asked.data is not None
-    assert asked.answer is not None
-    assert (asked.model, asked.streams, asked.max_tokens) == ("m", True, 64)
-    assert "漢字 😀".encode() in asked.data.tobytes()
+    request = _check("chat", body)
+    assert request is not None
+    assert request.data is not None
+    assert request.answer is not None
+    assert (request.model, request.streams, request.max_tokens) == ("m", True, 64)
+    assert "漢字 😀".encode() in request.data.tobytes()
 
 
 def test_an_ordinary_completion_is_read_compiled() -> None:
-    asked = _check("completion", b' {"prompt": "a\\u00e9b" , "model":"x", "max_tokens":5}\n')
-    assert asked is not None
-    assert asked.data is not None
-    assert asked.data.tobytes() == "aéb".encode()
+    request = _check("completion", b' {"prompt": "a\\u00e9b" , "model":"x", "max_tokens":5}\n')
+    assert request is not None
+    assert request.data is not None
+    assert request.data.tobytes() == "aéb".encode()
 
 
 def test_headers_are_read_too() -> None:
     headers = {b"x-session-id": b"s", b"x-priority": b"3", b"x-slo-ttft-ms": b"250"}
-    asked = _READER.read("chat", headers, json.dumps(_CHAT).encode())
-    assert asked.data is not None
-    assert (asked.session, asked.priority, asked.ttft_slo_s) == ("s", 3, 0.25)
+    request = _READER.read("chat", headers, json.dumps(_CHAT).encode())
+    assert request.data is not None
+    assert (request.session, request.priority, request.ttft_slo_s) == ("s", 3, 0.25)
 
 
 def test_content_before_the_role_and_other_orders() -> None:
@@ -116,10 +116,10 @@ def test_what_is_rare_is_left_to_the_other_reader(change: dict[str, Any]) -> Non
      ({"max_tokens": 10**15}, 2**31 - 1), ({"max_tokens": 0}, None)],
 )  # fmt: skip
 def test_the_most_tokens_of_the_answer(most: dict[str, Any], expected: int | None) -> None:
-    asked = _check("chat", json.dumps(_CHAT | most).encode())
-    assert asked is not None
-    assert asked.data is not None
-    assert asked.max_tokens == expected
+    request = _check("chat", json.dumps(_CHAT | most).encode())
+    assert request is not None
+    assert request.data is not None
+    assert request.max_tokens == expected
 
 
 _GOOD = b'{"model":"m","messages":[{"role":"user","content":"abc"}],"n":1}'
@@ -190,9 +190,9 @@ def test_texts_of_all_lengths_and_places(text: str, before: int, ascii_only: boo
 
 
 def test_a_longer_body_than_ever_has_room() -> None:
-    reader = Bodies()
+    reader = BodyReader()
     for size in (10, 70_000, 300_000, fast_body.LONGEST, 20):
         body = json.dumps({"prompt": "é" * (size // 2)}, ensure_ascii=False).encode()
-        asked = reader.read("completion", {}, body)
-        assert _text(asked) == ("é" * (size // 2)).encode()
-        assert (asked.data is None) == (len(body) > fast_body.LONGEST)
+        request = reader.read("completion", {}, body)
+        assert _text(request) == ("é" * (size // 2)).encode()
+        assert (request.data is None) == (len(body) > fast_body.LONGEST)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from tailrace.router.intake.prompt_blocks import (
     BLOCK_BYTES,
     BLOCK_UNITS,
-    Runs,
-    private_runs,
+    PromptBlocks,
+    private_block,
     root_of,
-    text_runs,
-    token_runs,
+    text_blocks,
+    token_blocks,
 )
 from tailrace.router.state import kernels
 from tailrace.view import prefix_index
@@ -19,8 +19,8 @@ from tailrace.view import prefix_index
 ROOT = root_of("m", "", 7)
 
 
-def _common(a: Runs, b: Runs) -> int:
-    """Runs two prompts have in common from the start on."""
+def _common(a: PromptBlocks, b: PromptBlocks) -> int:
+    """PromptBlocks two prompts have in common from the start on."""
     count = 0
     for left, right in zip(a.keys[:-1], b.keys[:-1], strict=False):
         if left != right:
@@ -34,7 +34,7 @@ def _common(a: Runs, b: Runs) -> int:
 def test_prompts_share_the_whole_blocks_of_their_common_beginning(
     common: bytes, left: bytes, right: bytes
 ) -> None:
-    one, other = text_runs(common + left, ROOT), text_runs(common + right, ROOT)
+    one, other = text_blocks(common + left, ROOT), text_blocks(common + right, ROOT)
     shared = len(common)
     while shared < min(len(common + left), len(common + right)) and (
         (common + left)[shared] == (common + right)[shared]
@@ -49,7 +49,7 @@ def test_prompts_share_the_whole_blocks_of_their_common_beginning(
 
 @given(st.binary(min_size=1, max_size=3000))
 def test_units_add_up(data: bytes) -> None:
-    runs = text_runs(data, ROOT)
+    runs = text_blocks(data, ROOT)
     assert runs.units[:-1].sum() == runs.total == -(-len(data) // 4)
     assert (runs.units[:-2] == BLOCK_UNITS).all()
     assert runs.whole == len(data) // BLOCK_BYTES
@@ -59,24 +59,24 @@ def test_units_add_up(data: bytes) -> None:
 
 @given(st.binary(min_size=1, max_size=1500), st.binary(min_size=1, max_size=900))
 def test_the_branch_of_a_turn_is_the_end_of_the_turn_before(first: bytes, rest: bytes) -> None:
-    before = text_runs(first, ROOT)
-    after = text_runs(first + rest, ROOT, (len(first), len(first) + len(rest) // 2))
+    before = text_blocks(first, ROOT)
+    after = text_blocks(first + rest, ROOT, (len(first), len(first) + len(rest) // 2))
     assert after.branch_key == before.end_key == after.keys[-1]
     assert after.branch_at == len(before.keys) - 2
     other = bytes([first[0] ^ 1]) + first + rest
-    assert text_runs(other, ROOT, (len(first), 2)).branch_key != before.end_key
+    assert text_blocks(other, ROOT, (len(first), 2)).branch_key != before.end_key
 
 
 def test_the_prefix_hash_is_of_the_first_1024_bytes() -> None:
     text = bytes(range(256)) * 8
-    assert text_runs(text, ROOT).prefix_hash == text_runs(text[:1024], ROOT).prefix_hash
-    assert text_runs(text, ROOT).prefix_hash != text_runs(text[1:], ROOT).prefix_hash
+    assert text_blocks(text, ROOT).prefix_hash == text_blocks(text[:1024], ROOT).prefix_hash
+    assert text_blocks(text, ROOT).prefix_hash != text_blocks(text[1:], ROOT).prefix_hash
 
 
 def test_token_ids_are_units() -> None:
-    runs = token_runs(list(range(100)), ROOT)
+    runs = token_blocks(list(range(100)), ROOT)
     assert list(runs.units[:-1]) == [64, 36]
-    assert _common(runs, token_runs(list(range(90)), ROOT)) == 1
+    assert _common(runs, token_blocks(list(range(90)), ROOT)) == 1
 
 
 def test_roots_keep_models_salts_and_installations_apart() -> None:
@@ -85,9 +85,9 @@ def test_roots_keep_models_salts_and_installations_apart() -> None:
 
 
 def test_private_prompts_share_nothing() -> None:
-    assert private_runs(1, 50).keys[0] != private_runs(2, 50).keys[0]
-    assert private_runs(1, 50).total == 50
-    assert text_runs(b"", ROOT).total == 1
+    assert private_block(1, 50).keys[0] != private_block(2, 50).keys[0]
+    assert private_block(1, 50).total == 50
+    assert text_blocks(b"", ROOT).total == 1
 
 
 @settings(max_examples=60, deadline=None)
@@ -100,9 +100,9 @@ def test_searching_finds_what_walking_finds(
     text = rng.integers(0, 255, 64 * BLOCK_BYTES, dtype=np.uint8).tobytes()
     for size in (known // 2, known):
         if size:
-            seen = text_runs(text[: size * BLOCK_BYTES - 3], ROOT)
+            seen = text_blocks(text[: size * BLOCK_BYTES - 3], ROOT)
             prefix_index.insert(index, 0, seen.keys[:-1], seen.units[:-1], capacity, 1.0)
-    runs = text_runs(text[: asked * BLOCK_BYTES], ROOT, (asked * 100, asked * 200))
+    runs = text_blocks(text[: asked * BLOCK_BYTES], ROOT, (asked * 100, asked * 200))
     walked = prefix_index.match_tokens(index, 0, runs.keys[:-1], runs.units[:-1])
     branch = runs.branch_at if answers else -1
     found = kernels.matched_units(index, 0, runs.keys, runs.units, branch, 1)

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.router.intake.request_body import Asked, BadRequest, kind_of, read_asked
+from tailrace.router.intake.request_body import BadRequest, RequestBody, kind_of, read_request
 
 
-def _read(path: str, body: Any, **headers: str) -> Asked:
+def _read(path: str, body: Any, **headers: str) -> RequestBody:
     named = {k.replace("_", "-").encode(): v.encode() for k, v in headers.items()}
-    return read_asked(path, named, orjson.dumps(body))
+    return read_request(path, named, orjson.dumps(body))
 
 
 def test_chat() -> None:
-    asked = _read(
+    request = _read(
         "/v1/chat/completions",
         {
             "model": "m",
@@ -31,13 +31,13 @@ def test_chat() -> None:
             ],
         },
     )
-    assert (asked.kind, asked.model, asked.streams) == ("chat", "m", True)
-    assert (asked.max_tokens, asked.priority, asked.session) == (50, -2, "ada")
-    assert asked.text is not None
-    assert "Be brief." in asked.text
-    assert asked.text.endswith("Hi")
-    assert asked.answer is None
-    assert not asked.has_media
+    assert (request.kind, request.model, request.streams) == ("chat", "m", True)
+    assert (request.max_tokens, request.priority, request.session) == (50, -2, "ada")
+    assert request.text is not None
+    assert "Be brief." in request.text
+    assert request.text.endswith("Hi")
+    assert request.answer is None
+    assert not request.has_media
 
 
 def test_the_text_of_a_turn_begins_with_the_text_of_the_turn_before() -> None:
@@ -55,7 +55,7 @@ def test_the_text_of_a_turn_begins_with_the_text_of_the_turn_before() -> None:
 
 
 def test_pictures_differ_but_are_not_kept() -> None:
-    def of(url: str) -> Asked:
+    def of(url: str) -> RequestBody:
         part = {"type": "image_url", "image_url": {"url": url}}
         return _read("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
 
@@ -84,32 +84,32 @@ def test_prompts_in_all_forms(
     prompt: Any, text: str | None, ids: list[int] | None, prompts: int
 ) -> None:
     for path, field in (("/v1/completions", "prompt"), ("/v1/embeddings", "input")):
-        asked = _read(path, {field: prompt})
-        assert (asked.text, asked.token_ids, asked.prompts) == (text, ids, prompts)
+        request = _read(path, {field: prompt})
+        assert (request.text, request.token_ids, request.prompts) == (text, ids, prompts)
 
 
 def test_responses() -> None:
-    asked = _read(
+    request = _read(
         "/v1/responses",
         {"instructions": "Be kind.", "input": "Hi", "conversation": {"id": "c1"}},
     )
-    assert (asked.kind, asked.session) == ("response", "c1")
-    assert asked.text is not None
-    assert "Be kind." in asked.text
-    assert asked.text.endswith("Hi")
+    assert (request.kind, request.session) == ("response", "c1")
+    assert request.text is not None
+    assert "Be kind." in request.text
+    assert request.text.endswith("Hi")
     items = [{"role": "assistant", "content": [{"type": "output_text", "text": "Yes"}]}]
     assert _read("/v1/responses", {"input": items}).answer is not None
 
 
 def test_headers() -> None:
-    asked = _read(
+    request = _read(
         "/v1/completions",
         {"prompt": "x", "user": "body", "priority": 3},
         x_session_id="head",
         x_priority="-4",
         x_slo_ttft_ms="250",
     )
-    assert (asked.session, asked.priority, asked.ttft_slo_s) == ("head", -4, 0.25)
+    assert (request.session, request.priority, request.ttft_slo_s) == ("head", -4, 0.25)
     odd = _read("/v1/completions", {"priority": 3}, x_priority="soon", x_slo_ttft_ms="nan")
     assert (odd.priority, odd.ttft_slo_s) == (0, None)
 
@@ -134,8 +134,8 @@ def test_kinds(path: str, kind: str) -> None:
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"a": NaN}', b"[" * 2000])
 def test_no_json_is_the_clients_mistake_only_where_json_is_needed(body: bytes) -> None:
     with pytest.raises(BadRequest, match="not JSON"):
-        read_asked("/v1/completions", {}, body)
-    assert read_asked("/v1/files", {}, body).kind == "other"
+        read_request("/v1/completions", {}, body)
+    assert read_request("/v1/files", {}, body).kind == "other"
 
 
 _JSON = st.recursive(
@@ -158,15 +158,15 @@ _JSON = st.recursive(
 @given(_JSON, st.sampled_from(["chat/completions", "completions", "embeddings", "responses", "x"]))
 def test_odd_shapes_never_raise(body: Any, path: str) -> None:
     data = body if isinstance(body, dict) else {"messages": body, "prompt": body, "input": body}
-    asked = read_asked(f"/v1/{path}", {}, orjson.dumps(data))
-    assert isinstance(asked.model, str)
-    assert asked.text is None or isinstance(asked.text, str)
-    assert asked.max_tokens is None or asked.max_tokens > 0
-    read_asked(f"/v1/{path}", {}, orjson.dumps(body))
+    request = read_request(f"/v1/{path}", {}, orjson.dumps(data))
+    assert isinstance(request.model, str)
+    assert request.text is None or isinstance(request.text, str)
+    assert request.max_tokens is None or request.max_tokens > 0
+    read_request(f"/v1/{path}", {}, orjson.dumps(body))
 
 
 def test_without_text_keeps_all_else() -> None:
-    asked = _read("/v1/completions", {"prompt": "secret", "user": "ada", "model": "m"})
-    bare = asked.without_text()
+    request = _read("/v1/completions", {"prompt": "secret", "user": "ada", "model": "m"})
+    bare = request.without_text()
     assert bare.text is None
     assert (bare.session, bare.model, bare.kind) == ("ada", "m", "completion")

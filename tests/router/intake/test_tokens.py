@@ -21,17 +21,17 @@ from router.conftest import (
     world,
 )
 from tailrace.errors import TailraceError
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.intake.tokens import TokenCounter, ask_server, tokenize_body
 
 
 def test_ids_are_counted_and_text_is_estimated() -> None:
     counter = TokenCounter()
-    assert counter.count(Asked("completion", token_ids=[1, 2, 3]), 0) == (3, "ids")
-    assert counter.count(Asked("completion", text="x" * 400), 400) == (100, "assumed")
-    assert counter.count(Asked("completion", text=""), 0) == (1, "assumed")
+    assert counter.count(RequestBody("completion", token_ids=[1, 2, 3]), 0) == (3, "ids")
+    assert counter.count(RequestBody("completion", text="x" * 400), 400) == (100, "assumed")
+    assert counter.count(RequestBody("completion", text=""), 0) == (1, "assumed")
     counter.learn("m", 400, 100)
-    assert counter.count(Asked("completion", "m", text="x" * 400), 400) == (100, "estimated")
+    assert counter.count(RequestBody("completion", "m", text="x" * 400), 400) == (100, "estimated")
     assert counter.used == {"ids": 1, "assumed": 2, "estimated": 1}
     assert counter.learned == {"usage": 1}
 
@@ -47,7 +47,9 @@ def test_the_estimate_follows_the_servers_figures_by_model() -> None:
     for _ in range(300):
         counter.learn("dense", 1000, 500)
     assert counter.bytes_per_token("dense") == pytest.approx(2.0, rel=0.02)
-    assert counter.count(Asked("chat", "dense", "x" * 1000), 1000)[0] == pytest.approx(500, abs=9)
+    assert counter.count(RequestBody("chat", "dense", "x" * 1000), 1000)[0] == pytest.approx(
+        500, abs=9
+    )
     assert counter.prompts_seen("dense") == 300
     assert counter.prompts_seen("other") == 0
     for _ in range(300):
@@ -86,9 +88,11 @@ def test_a_local_tokenizer_reads_the_beginning_of_a_long_text() -> None:
 
     counter = TokenCounter()
     counter._tokenizer = Words()
-    assert counter.count(Asked("chat", text="a b c"), 5) == (3, "local")
+    assert counter.count(RequestBody("chat", text="a b c"), 5) == (3, "local")
     long = "abc " * 10_000
-    assert counter.count(Asked("chat", text=long), len(long))[0] == pytest.approx(10_000, rel=0.01)
+    assert counter.count(RequestBody("chat", text=long), len(long))[0] == pytest.approx(
+        10_000, rel=0.01
+    )
 
 
 def test_the_server_is_asked_with_what_the_client_sent() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from router.fleets import LEDGER, Clock, backends, chat, decided, new_chooser, new_fleet, send
 from tailrace.config import Replica
 from tailrace.policy.base import Policy
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state.cluster import Fleet, Flight
 from tailrace.view.records import NEVER, View
 
@@ -143,7 +143,7 @@ def test_an_answer_that_does_not_stream_is_presumed_to_begin_when_predicted() ->
 
 def test_embeddings_do_not_count_as_short_answers() -> None:
     fleet = new_fleet(1)
-    flight = send(fleet, Asked("embedding", text="hello"))
+    flight = send(fleet, RequestBody("embedding", text="hello"))
     flight.usage(2, 0, None)
     flight.close("done")
     assert fleet.router["finished"] == 0
@@ -211,14 +211,14 @@ def test_sessions_are_bounded() -> None:
 def test_a_longer_prompt_finds_its_beginning_cached_only_where_it_was() -> None:
     fleet = new_fleet(2)
     text = "".join(chr(97 + i % 23) for i in range(6000))
-    flight = send(fleet, Asked("completion", text=text))
+    flight = send(fleet, RequestBody("completion", text=text))
     assert flight.cached == 0
-    again = fleet.arrive(Asked("completion", text=text + "z" * 2000))
+    again = fleet.arrive(RequestBody("completion", text=text + "z" * 2000))
     cached = fleet.cached_on(again, 0)
     assert 1400 <= cached <= 1500
     assert cached % 16 == 0
     assert fleet.cached_on(again, 1) == 0
-    assert fleet.cached_on(fleet.arrive(Asked("completion", text="b" + text)), 0) == 0
+    assert fleet.cached_on(fleet.arrive(RequestBody("completion", text="b" + text)), 0) == 0
 
 
 def test_the_next_turn_finds_the_answer_cached_too() -> None:
@@ -230,7 +230,7 @@ def test_the_next_turn_finds_the_answer_cached_too() -> None:
     nxt = fleet.arrive(chat(question, answer, "and?"))
     assert 540 <= fleet.cached_on(nxt, 0) <= 565
     # The blocks of text alone end with the question.
-    nxt_without = fleet.arrive(Asked("completion", text=None))
+    nxt_without = fleet.arrive(RequestBody("completion", text=None))
     assert fleet.cached_on(nxt_without, 0) == 0
 
 

@@ -9,8 +9,8 @@ from router.fleets import LEDGER, Clock, backends, new_chooser
 from tailrace.config import Cluster, Event, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
-from tailrace.router.intake.prompt_blocks import Runs, private_runs
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.prompt_blocks import PromptBlocks, private_block
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state.cluster import Arrival, Fleet, Flight
 from tailrace.sim.reference import ReferenceEngine
 from tailrace.sim.reference.request import Request
@@ -73,16 +73,16 @@ class Twin(PolicyDispatcher):
         if request.id in self.arrivals:
             return self.arrivals[request.id]
         row = self.table.rows[request.id]
-        asked = Asked("completion", streams=True, ttft_slo_s=float(row["ttft_slo_s"]))
+        asked = RequestBody("completion", streams=True, ttft_slo_s=float(row["ttft_slo_s"]))
         if row["session"] >= 0:
             asked.session = str(row["session"])
         arrival = self.fleet.arrive(asked)
         arrival.prompt_tokens = request.prompt
         keys, tokens = self._runs(request.id)
         if row["run_count"] == 0:
-            arrival.runs = private_runs(request.id, request.prompt)
+            arrival.runs = private_block(request.id, request.prompt)
         else:
-            arrival.runs = Runs(
+            arrival.runs = PromptBlocks(
                 np.append(keys, np.uint64(0)),
                 np.append(tokens, np.int32(0)),
                 int(tokens.sum()),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from router.fleets import LEDGER, Clock, backends, chat, new_chooser, send
 from tailrace.config import Replica
 from tailrace.errors import TailraceError
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state.cluster import Fleet
 from tailrace.router.state.shared_state import new_books
 from tailrace.view.records import RECENT_WORK_S
@@ -24,7 +24,7 @@ def workers(count: int, clock: Clock | None = None) -> list[Fleet]:
     return [Fleet(SERVERS, clock or Clock(), seat=books.of(number)) for number in range(count)]
 
 
-def look(fleet: Fleet, asked: Asked | None = None, policy: str = "least_outstanding") -> int:
+def look(fleet: Fleet, asked: RequestBody | None = None, policy: str = "least_outstanding") -> int:
     """Let a worker decide; return what it thinks is cached where it would send the request."""
     decision = new_chooser(fleet, policy).choose(fleet.arrive(asked or chat("x")))
     assert decision is not None

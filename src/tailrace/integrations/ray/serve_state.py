@@ -16,7 +16,7 @@ import orjson
 
 from tailrace.config import Replica, Settings, parse
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
-from tailrace.router.intake.request_body import Asked, BadRequest, read_asked
+from tailrace.router.intake.request_body import BadRequest, RequestBody, read_request
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.cluster import PRIOR_OUTPUT_TOKENS, Arrival, Fleet, Flight
 from tailrace.view.records import NEVER
@@ -130,7 +130,7 @@ class Book:
     # ---- requests -------------------------------------------------------------------------------
 
     def choose(
-        self, request: str, asked: Callable[[], Asked], full: Collection[Hashable] = ()
+        self, request: str, asked: Callable[[], RequestBody], full: Collection[Hashable] = ()
     ) -> list[Hashable]:
         """Return all replicas, best first, and enter that the request goes to the first one.
 
@@ -207,21 +207,23 @@ class Book:
         self._arrivals.pop(request, None)
 
 
-def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any], session: str, model: str) -> Asked:
+def asked_of(
+    args: Sequence[Any], kwargs: Mapping[str, Any], session: str, model: str
+) -> RequestBody:
     """Read what a call of a deployment asks for; of shapes it does not know, only the session.
 
     It looks for the first argument that is a body as of OpenAI's API (a dict or a pydantic model),
     a prompt (text), or token ids.
     """
     headers = {b"x-session-id": session.encode("latin-1", "replace")} if session else {}
-    asked = Asked("other", session=session or None)
+    asked = RequestBody("other", session=session or None)
     for value in (*args, *kwargs.values()):
         body = _body(value)
         if body is None:
             continue
         path = next(path for field, path in _PATHS if field in body)
         try:
-            asked = read_asked(path, headers, orjson.dumps(body, default=str))
+            asked = read_request(path, headers, orjson.dumps(body, default=str))
         except (BadRequest, TypeError):
             continue
         break

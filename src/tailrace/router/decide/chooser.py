@@ -26,7 +26,7 @@ from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_score
 from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.router.decide.reasons import phrase
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state import kernels as k
 from tailrace.router.state import shared_kernels
 from tailrace.router.state.attempt import Decision
@@ -364,7 +364,7 @@ class Chooser:
         ):
             chooser = Chooser(toy, settings, warm_up=False)
             for text in ("a", "a" * 4096):
-                arrival = toy.arrive(Asked("completion", text=text))
+                arrival = toy.arrive(RequestBody("completion", text=text))
                 chooser._show(arrival)
                 decision = chooser.choose(arrival)
                 chooser._judge(chooser._main, k.CAUSE_TIME)
@@ -376,7 +376,7 @@ class Chooser:
                 flight.close("done")
                 flight = toy.open(arrival, decision.replica, decision)
                 flight.close("done")
-        toy.arrive(Asked("chat", data=np.zeros(8, np.uint8)))
+        toy.arrive(RequestBody("chat", data=np.zeros(8, np.uint8)))
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index
         evict_until(index.entries, index.slots, index.totals, 0, 0.0)
@@ -407,7 +407,7 @@ def training_range(policy: LearnedPolicy, deviations: float) -> NDArray[np.float
     return bounds.astype(np.float32)
 
 
-def _most_output(asked: Asked) -> float:
+def _most_output(asked: RequestBody) -> float:
     if asked.kind == "embedding":
         return 1.0
     return _UNLIMITED if asked.max_tokens is None else float(asked.max_tokens)

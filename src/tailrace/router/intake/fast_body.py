@@ -1,9 +1,9 @@
 """Reads the bodies of chats and completions in compiled code, without making objects of them.
 
-A router needs of a body little more than the prompt's bytes, to hash and to measure them. Making a
-string of each and putting these together takes longer than all else that is done with a long body.
-So the prompt is written to a buffer as the bytes that :func:`asked.read_body` would find, in one
-pass over the body.
+A router needs little more of a body than the prompt's bytes, to hash and to measure them. Making a
+string of each message and joining them takes longer than everything else done with a long body. So
+the prompt is written to a buffer, as the bytes that :func:`request_body.read_body` would find, in
+one pass over the body.
 
 What is read here is certainly JSON and means what the other reader finds in it. Whatever is out of
 the ordinary (content in parts, tools, a conversation's id, a key twice, an error) is left to that
@@ -31,7 +31,7 @@ from tailrace.router.intake.json_scan import (
     value,
     word,
 )
-from tailrace.router.intake.request_body import HEADERS, Asked, read_body, read_headers
+from tailrace.router.intake.request_body import HEADERS, RequestBody, read_body, read_headers
 
 #: Kinds of bodies that are read here.
 CHAT, COMPLETION = range(2)
@@ -234,7 +234,7 @@ def read(b, kind, text, found):
     return found[SIZE] > 0 and blank(b, at) == b.size
 
 
-class Bodies:
+class BodyReader:
     """Reads bodies one after the other. The prompt of one is gone when the next is read."""
 
     def __init__(self) -> None:
@@ -243,10 +243,10 @@ class Bodies:
         self._models: dict[bytes, str] = {}
         self.read("chat", {}, b'{"messages":[{"role":"user","content":"a"}]}')  # compile it now
 
-    def read(self, kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
+    def read(self, kind: str, headers: Mapping[bytes, bytes], body: bytes) -> RequestBody:
         """Read what a request asks for; raise BadRequest if its body is no JSON.
 
-        As :func:`asked.read_body`, but the prompt may stand in ``data`` instead of ``text``.
+        As :func:`request_body.read_body`, but the prompt may stand in ``data`` instead of ``text``.
         """
         code = _KINDS.get(kind)
         size = len(body)
@@ -257,21 +257,21 @@ class Bodies:
         if not read(_frombuffer(body, _U1), code, self._text, self._found):
             return read_body(kind, headers, body)
         length, model_from, model_to, streams, most, answer_from, answer_to = self._found.tolist()
-        asked = _new(Asked)
-        asked.kind = kind
+        request = _new(RequestBody)
+        request.kind = kind
         name = body[model_from:model_to]
-        asked.model = self._models.get(name) or self._model(name)
-        asked.streams = streams == 1
-        asked.max_tokens = most or None
-        asked.session = None
-        asked.priority = 0
-        asked.ttft_slo_s = None
-        asked.data = self._text[:length]
+        request.model = self._models.get(name) or self._model(name)
+        request.streams = streams == 1
+        request.max_tokens = most or None
+        request.session = None
+        request.priority = 0
+        request.ttft_slo_s = None
+        request.data = self._text[:length]
         if answer_to:
-            asked.answer = (answer_from, answer_to)
+            request.answer = (answer_from, answer_to)
         if not HEADERS.isdisjoint(headers):
-            read_headers(asked, headers)
-        return asked
+            read_headers(request, headers)
+        return request
 
     def _model(self, name: bytes) -> str:
         if len(self._models) >= _MOST_MODELS:

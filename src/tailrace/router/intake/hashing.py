@@ -87,7 +87,8 @@ def chain(data, block, unit, branch_from, branch_to, keys, units):
     """Hash ``data`` uint8 [n > 0] block by block, each seeded with the hash of the one before.
 
     Fills ``keys`` uint64 [u + 1], whose last entry is the start of the chain, and ``units`` int32
-    [u + 1] as :class:`content.Runs` has them. Returns the run of the branch, -1: there is none.
+    [u + 1] as :class:`prompt_blocks.PromptBlocks` has them. Returns the block of the branch, -1 if
+    there is none.
     ``branch_from`` > 0 and ``branch_to``: the bytes of the latest earlier answer.
     """
     size = data.size

@@ -27,7 +27,7 @@ _empty, _frombuffer, _tuple = np.empty, np.frombuffer, tuple.__new__
 _U1, _I4, _U8 = np.dtype(np.uint8), np.dtype(np.int32), np.dtype(np.uint64)
 
 
-class Runs(NamedTuple):
+class PromptBlocks(NamedTuple):
     """The content of one prompt of ``u`` runs.
 
     The last entry of ``keys`` and ``units`` is no run but the branch: the key under which the
@@ -45,15 +45,17 @@ class Runs(NamedTuple):
     whole: int  #: runs that are whole blocks and may be shared; the others are not
 
 
-def text_runs(data: bytes, root: int, answer: tuple[int, int] | None = None) -> Runs:
+def text_blocks(data: bytes, root: int, answer: tuple[int, int] | None = None) -> PromptBlocks:
     """Return the runs of a prompt's bytes; ``root`` stands for the model and the salt.
 
     ``answer``: the bytes of the latest earlier answer in it, so everything before was a prompt.
     """
-    return array_runs(_frombuffer(data, _U1), root, answer) if data else private_runs(root, 1)
+    return array_blocks(_frombuffer(data, _U1), root, answer) if data else private_block(root, 1)
 
 
-def array_runs(data: NDArray[np.uint8], root: int, answer: tuple[int, int] | None = None) -> Runs:
+def array_blocks(
+    data: NDArray[np.uint8], root: int, answer: tuple[int, int] | None = None
+) -> PromptBlocks:
     """The same of an array [n > 0]; nothing of it is kept."""
     size = data.size
     count = -(-size // BLOCK_BYTES)
@@ -65,9 +67,9 @@ def array_runs(data: NDArray[np.uint8], root: int, answer: tuple[int, int] | Non
     item = keys.item
     end_key = item(count - 1)
     prefix_hash = end_key if count <= _HASHED_BLOCKS else item(_HASHED_BLOCKS - 1)
-    # As Runs(...) in the order of its fields, in half the time.
+    # As PromptBlocks(...) in the order of its fields, in half the time.
     return _tuple(
-        Runs,
+        PromptBlocks,
         (
             keys, units, -(-size // UNIT_BYTES), branch_at, prefix_hash, end_key, item(count),
             size // BLOCK_BYTES,
@@ -75,16 +77,16 @@ def array_runs(data: NDArray[np.uint8], root: int, answer: tuple[int, int] | Non
     )  # fmt: skip
 
 
-def token_runs(ids: list[int], root: int) -> Runs:
+def token_blocks(ids: list[int], root: int) -> PromptBlocks:
     """Return the runs of a prompt given as token ids."""
-    return text_runs(np.array(ids, np.int32).tobytes(), root)
+    return text_blocks(np.array(ids, np.int32).tobytes(), root)
 
 
-def private_runs(number: int, tokens: int) -> Runs:
+def private_block(number: int, tokens: int) -> PromptBlocks:
     """Return the one run of a prompt of unknown content, which shares nothing with any other."""
     key = _hash(number.to_bytes(8, "little"), 0x70726976617465FF)
     units = np.array([max(1, tokens), 0], np.int32)
-    return Runs(np.array([key, 0], np.uint64), units, int(units[0]), -1, key, key, 0, 0)
+    return PromptBlocks(np.array([key, 0], np.uint64), units, int(units[0]), -1, key, key, 0, 0)
 
 
 def root_of(model: str, salt: str, seed: int) -> int:

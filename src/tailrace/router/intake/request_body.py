@@ -38,7 +38,7 @@ class BadRequest(TailraceError):  # noqa: N818
 
 
 @dataclass
-class Asked:
+class RequestBody:
     """What is known of a request before it is routed. ``text`` is never kept or logged.
 
     No slots: what a request does not say is read from the class, and costs nothing to set.
@@ -73,9 +73,9 @@ class Asked:
     data: NDArray[np.uint8] | None = None
     """Instead of ``text`` and for a moment only: its bytes, in which ``answer`` counts then."""
 
-    def without_text(self) -> "Asked":
+    def without_text(self) -> "RequestBody":
         """Return the same without prompt."""
-        return Asked(
+        return RequestBody(
             self.kind, self.model, None, None, self.prompts, self.max_tokens, self.streams,
             self.session, self.priority, self.ttft_slo_s, None, self.has_media, self.salt,
         )  # fmt: skip
@@ -90,7 +90,7 @@ def kind_of(path: str) -> str:
     return "other"
 
 
-def read_asked(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
+def read_request(path: str, headers: Mapping[bytes, bytes], body: bytes) -> RequestBody:
     """Read what a request asks for; ``headers`` have lower-case names.
 
     Fields of odd shapes are ignored. Only a body that is no JSON where JSON is needed raises
@@ -99,10 +99,10 @@ def read_asked(path: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
     return read_body(kind_of(path), headers, body)
 
 
-def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
+def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> RequestBody:
     """The same for a path whose kind is known."""
-    asked = _new(Asked)
-    asked.kind = kind
+    request = _new(RequestBody)
+    request.kind = kind
     if kind != "other" or body[:1] == b"{":
         try:
             data = orjson.loads(body)
@@ -111,27 +111,27 @@ def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Asked:
                 raise BadRequest(f"the body is not JSON: {error}") from None
             data = None
         if type(data) is dict:
-            _read_body(asked, data)
+            _read_body(request, data)
     if not HEADERS.isdisjoint(headers):
-        read_headers(asked, headers)
-    return asked
+        read_headers(request, headers)
+    return request
 
 
-def read_headers(asked: Asked, headers: Mapping[bytes, bytes]) -> None:
+def read_headers(request: RequestBody, headers: Mapping[bytes, bytes]) -> None:
     """Read what headers say of a request; they come before what its body says."""
     for name in _SESSION_HEADERS:
         value = headers.get(name)
         if value:
-            asked.session = value.decode("latin-1")
+            request.session = value.decode("latin-1")
             break
     priority = headers.get(b"x-priority")
     if priority is not None:
-        asked.priority = _whole(_number(priority), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
+        request.priority = _whole(_number(priority), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
     slo_ms = headers.get(b"x-slo-ttft-ms")
     if slo_ms is not None:
         value_ms = _number(slo_ms)
         if value_ms is not None and 0 < value_ms < 1e9:
-            asked.ttft_slo_s = value_ms / 1e3
+            request.ttft_slo_s = value_ms / 1e3
 
 
 def _number(text: bytes) -> float | None:
@@ -150,46 +150,46 @@ def _whole(value: Any, low: int, high: int) -> int | None:
     return None
 
 
-def _read_body(asked: Asked, data: dict[str, Any]) -> None:
+def _read_body(request: RequestBody, data: dict[str, Any]) -> None:
     model = data.get("model")
     if type(model) is str:
-        asked.model = model
+        request.model = model
     if data.get("stream") is True:
-        asked.streams = True
+        request.streams = True
     for field in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         if field in data:
             most = _whole(data[field], 0, 2**31 - 1)
             if most:
-                asked.max_tokens = most
+                request.max_tokens = most
                 break
     if not _RARE.isdisjoint(data):
-        _read_rare(asked, data)
-    kind = asked.kind
+        _read_rare(request, data)
+    kind = request.kind
     if kind == "chat":
-        _read_chat(asked, data.get("messages"), data.get("tools"))
+        _read_chat(request, data.get("messages"), data.get("tools"))
     elif kind == "completion":
-        _read_prompts(asked, data.get("prompt"))
+        _read_prompts(request, data.get("prompt"))
     elif kind == "embedding":
-        _read_prompts(asked, data.get("input"))
+        _read_prompts(request, data.get("input"))
     elif kind == "response":
-        _read_response(asked, data)
+        _read_response(request, data)
 
 
-def _read_rare(asked: Asked, data: dict[str, Any]) -> None:
-    asked.priority = _whole(data.get("priority"), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
+def _read_rare(request: RequestBody, data: dict[str, Any]) -> None:
+    request.priority = _whole(data.get("priority"), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
     for field in _SESSION_FIELDS:
         value = data.get(field)
         if type(value) is dict:
             value = value.get("id")
         if type(value) is str and value:
-            asked.session = value
+            request.session = value
             break
     salt = data.get("cache_salt")
     if type(salt) is str:
-        asked.salt = salt
+        request.salt = salt
 
 
-def _read_chat(asked: Asked, messages: Any, tools: Any) -> None:
+def _read_chat(request: RequestBody, messages: Any, tools: Any) -> None:
     if type(messages) is not list:
         return
     parts: list[str] = []
@@ -202,7 +202,7 @@ def _read_chat(asked: Asked, messages: Any, tools: Any) -> None:
             continue
         role = message.get("role")
         content = message.get("content")
-        text = content if type(content) is str else _content_text(asked, content)
+        text = content if type(content) is str else _content_text(request, content)
         if "tool_calls" in message:
             calls = message["tool_calls"]
             if calls:
@@ -210,12 +210,12 @@ def _read_chat(asked: Asked, messages: Any, tools: Any) -> None:
         part = f"{ROLE}{role if type(role) is str else ''}{CONTENT}{text}"
         parts.append(part)
         if role == "assistant":
-            asked.answer = (length, length + len(part))
+            request.answer = (length, length + len(part))
         length += len(part)
-    asked.text = "".join(parts)
+    request.text = "".join(parts)
 
 
-def _content_text(asked: Asked, content: Any) -> str:
+def _content_text(request: RequestBody, content: Any) -> str:
     """Text of a message's content in parts; media stand in it as a hash of what they are."""
     if type(content) is str:
         return content
@@ -230,26 +230,26 @@ def _content_text(asked: Asked, content: Any) -> str:
             if type(text) is str:
                 texts.append(text)
             else:
-                asked.has_media = True
+                request.has_media = True
                 texts.append(xxhash.xxh3_64_hexdigest(orjson.dumps(part)))
     return "".join(texts)
 
 
-def _read_prompts(asked: Asked, given: Any) -> None:
+def _read_prompts(request: RequestBody, given: Any) -> None:
     """Read a prompt: text, token ids, or a list of either."""
     if type(given) is str:
-        asked.text = given
+        request.text = given
     elif type(given) is list and given:
         first = given[0]
         if type(first) is int:
-            asked.token_ids = _ids(given)
+            request.token_ids = _ids(given)
         elif type(first) is list:
-            asked.prompts = len(given)
-            asked.token_ids = _ids([i for ids in given if type(ids) is list for i in ids])
+            request.prompts = len(given)
+            request.token_ids = _ids([i for ids in given if type(ids) is list for i in ids])
         else:
             texts = [text for text in given if type(text) is str]
-            asked.prompts = max(1, len(texts))
-            asked.text = NEXT_PROMPT.join(texts)
+            request.prompts = max(1, len(texts))
+            request.text = NEXT_PROMPT.join(texts)
 
 
 def _ids(values: list[Any]) -> list[int] | None:
@@ -258,7 +258,7 @@ def _ids(values: list[Any]) -> list[int] | None:
     return None
 
 
-def _read_response(asked: Asked, data: dict[str, Any]) -> None:
+def _read_response(request: RequestBody, data: dict[str, Any]) -> None:
     """Read OpenAI's /v1/responses: instructions, then text or a list of messages and items."""
     instructions = data.get("instructions")
     given = data.get("input")
@@ -269,4 +269,4 @@ def _read_response(asked: Asked, data: dict[str, Any]) -> None:
         messages = [*head, *given]
     else:
         messages = head
-    _read_chat(asked, messages, data.get("tools"))
+    _read_chat(request, messages, data.get("tools"))

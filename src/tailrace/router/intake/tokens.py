@@ -18,7 +18,7 @@ from pydantic import Field
 from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.router.intake.prompt_blocks import UNIT_BYTES
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 
 #: How a length is known. Estimated: from bytes, as the servers' figures have shown; assumed: from
 #: bytes alone. Usage: the server has said it, after the decision.
@@ -90,14 +90,14 @@ class TokenCounter:
         """Whether it needs the prompt's text, not only its length."""
         return self._tokenizer is not None
 
-    def count(self, asked: Asked, size: int) -> tuple[int, str]:
+    def count(self, request: RequestBody, size: int) -> tuple[int, str]:
         """Return the prompt's tokens, at least 1, and how they are known; ``size`` in bytes."""
-        if asked.token_ids is not None:
-            found, how = len(asked.token_ids), IDS
-        elif self._tokenizer is not None and asked.text:
-            found, how = self._local(asked.text), LOCAL
+        if request.token_ids is not None:
+            found, how = len(request.token_ids), IDS
+        elif self._tokenizer is not None and request.text:
+            found, how = self._local(request.text), LOCAL
         else:
-            seen = self._models.get(asked.model) or self._all
+            seen = self._models.get(request.model) or self._all
             found, how = (
                 round(size * seen.tokens / seen.size),
                 ESTIMATED if seen.prompts else ASSUMED,

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.net.heads import is_request_id
 from tailrace.net.server import Request, error_body
-from tailrace.router.intake.fast_body import Bodies
+from tailrace.router.intake.fast_body import BodyReader
 from tailrace.router.intake.request_body import BadRequest, kind_of, read_body
 from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Plane
@@ -45,7 +45,7 @@ class Forwarder:
         self._id_count = 0
         self._kinds: dict[bytes, str] = {}
         # A local tokenizer needs the text as such.
-        self._read = read_body if plane.fleet.counter.reads_text else Bodies().read
+        self._read = read_body if plane.fleet.counter.reads_text else BodyReader().read
 
     def start(self, request: Request) -> Exchange | None:
         """Begin with a client's request; None: it is answered already."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tailrace.net.client import UpstreamConnection
 from tailrace.net.heads import ResponseHead
 from tailrace.net.server import Request, error_body
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.proxy import response_headers
 from tailrace.router.proxy.backends import Target
 from tailrace.router.proxy.relay import Relay
@@ -41,7 +41,7 @@ class Exchange:
         forwarder: "Forwarder",
         request: Request,
         kind: str,
-        asked: Asked | None,
+        asked: RequestBody | None,
         arrival: "Arrival | None",
     ) -> None:
         self._f = forwarder

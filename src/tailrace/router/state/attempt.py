@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.router.intake.prompt_blocks import Runs
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.prompt_blocks import PromptBlocks
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.intake.tokens import USAGE
 from tailrace.router.state import kernels
 from tailrace.router.state.sessions import Session
@@ -60,12 +60,12 @@ class Arrival:
     )  # fmt: skip
 
     id: int
-    asked: Asked
+    asked: RequestBody
     arrived_at: float
     size: int  #: of the prompt's text, bytes
     prompt_tokens: int
     how_long: str  #: how the length is known: ids, server, local, estimated or assumed
-    runs: Runs
+    runs: PromptBlocks
     session: Session | None
     implicit: bool  #: the session was recognised by its content, not by an id
     turn: int

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from tailrace.config import Replica
 from tailrace.policy.base import Policy, call_hook
 from tailrace.router.intake.prompt_blocks import (
-    array_runs,
-    private_runs,
+    array_blocks,
+    private_block,
     root_of,
-    text_runs,
-    token_runs,
+    text_blocks,
+    token_blocks,
 )
-from tailrace.router.intake.request_body import Asked
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.intake.tokens import SERVER, TokenCounter
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels
@@ -251,7 +251,7 @@ class Fleet:
     # ---- requests -------------------------------------------------------------------------------
 
     def arrive(
-        self, asked: Asked, prompt_tokens: int | None = None, *, keep: bool = False
+        self, asked: RequestBody, prompt_tokens: int | None = None, *, keep: bool = False
     ) -> Arrival:
         """Take in a request: its length (``prompt_tokens`` if a server has said it), content and
         session. ``keep``: it may keep ``asked`` and take the text out of it."""
@@ -272,16 +272,16 @@ class Fleet:
             arrival.prompt_tokens, arrival.how_long = self.counter.count(asked, size)
         root = self._roots.get((asked.model, asked.salt)) or self._root(asked.model, asked.salt)
         if array is not None:
-            arrival.runs = array_runs(array, root, asked.answer)
+            arrival.runs = array_blocks(array, root, asked.answer)
         elif data:
             answer = asked.answer
             if answer is not None and len(data) != len(text or ""):
                 answer = _in_bytes(text or "", answer)
-            arrival.runs = text_runs(data, root, answer)
+            arrival.runs = text_blocks(data, root, answer)
         elif asked.token_ids:
-            arrival.runs = token_runs(asked.token_ids, root)
+            arrival.runs = token_blocks(asked.token_ids, root)
         else:
-            arrival.runs = private_runs(number, arrival.prompt_tokens)
+            arrival.runs = private_block(number, arrival.prompt_tokens)
         arrival.implicit = asked.session is None
         if asked.session is not None:
             arrival.session = self.sessions.of(asked.session)

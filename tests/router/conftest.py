@@ -100,6 +100,8 @@ class Backend:
         self.scripts: list[Script] = []
         self.default: Script = reply(b'{"ok":true}')
         self.healthy = True
+        self.metrics = b""
+        """The body of /metrics."""
         self.connections = 0
         self.lost = asyncio.Event()
         """Set whenever a connection with a request under way ended."""
@@ -136,9 +138,11 @@ class Backend:
         try:
             while not writer.is_closing():
                 seen = await self._read(reader)
-                if seen.line.split()[1] in ("/health", "/metrics"):
+                path = seen.line.split()[1]
+                if path in ("/health", "/metrics"):
                     status = "200 OK" if self.healthy else "503 Unavailable"
-                    await reply(b"", status)(seen, reader, writer)
+                    body = self.metrics if path == "/metrics" else b""
+                    await reply(body, status)(seen, reader, writer)
                     continue
                 self.seen.append(seen)
                 self.arrived.set()

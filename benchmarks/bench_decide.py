@@ -1,7 +1,7 @@
 """How long a live decision takes: ``python benchmarks/bench_decide.py [--json]``.
 
 Each policy decides for a stream of requests with 1 KB bodies that share a system prompt, on a busy
-fleet. ``decide`` is the decision alone, ``all`` everything the router's books cost per request:
+cluster. ``decide`` is the decision alone, ``all`` everything the router's state costs per request:
 reading the body, arrival, decision, sending, first token and end. The look-ahead cannot run live:
 it and the learned policy choose in the same simulated states for comparison. Wall-clock time counts
 what else the machine does, ``cpu`` only this thread.
@@ -24,7 +24,7 @@ from tailrace.policy.base import BuiltinPolicy
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import read_request
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import Fleet, Flight
+from tailrace.router.state.cluster import Attempt, ClusterState
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim import engine as kernel
 
@@ -63,20 +63,20 @@ class Clock:
 
 def live(policy: str, replicas: int, decisions: int) -> dict[str, Any]:
     """Measure a policy in front of so many replicas."""
-    fleet = Fleet([BackendSettings(url=f"http://h:{i + 1}") for i in range(replicas)])
-    chooser = Chooser(fleet, ChooserSettings(policy=policy))
-    flights: list[Flight] = []
+    cluster = ClusterState([BackendSettings(url=f"http://h:{i + 1}") for i in range(replicas)])
+    chooser = Chooser(cluster, ChooserSettings(policy=policy))
+    attempts: list[Attempt] = []
     decide, everything = Clock(), Clock()
 
     def one(body: bytes) -> None:
-        arrival = fleet.arrive(read_request("/v1/chat/completions", {}, body))
+        arrival = cluster.arrive(read_request("/v1/chat/completions", {}, body))
         decision = decide.call(lambda: chooser.choose(arrival))
-        flights.append(fleet.open(arrival, decision.replica, decision))
-        if len(flights) > IN_FLIGHT * replicas:
-            flight = flights.pop(0)
-            flight.tokens(1)
-            flight.usage(250, 100, None)
-            flight.close("done")
+        attempts.append(cluster.open(arrival, decision.replica, decision))
+        if len(attempts) > IN_FLIGHT * replicas:
+            attempt = attempts.pop(0)
+            attempt.tokens(1)
+            attempt.usage(250, 100, None)
+            attempt.close("done")
 
     for i in range(decisions + IN_FLIGHT * replicas):
         if i == IN_FLIGHT * replicas:

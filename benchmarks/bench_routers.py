@@ -1,11 +1,11 @@
 """What it costs that several routers know nothing of each other: ``bench_routers.py [--json]``.
 
-1, 2 and 4 routers share the replicas of a scenario. Each has books of its own and reads the
+1, 2 and 4 routers share the replicas of a scenario. Each has a state of its own and reads the
 replicas' metrics every half second, each at moments of its own. With ``--spread request`` every
 request meets a router by chance, the worst case; with ``session`` all turns of a conversation meet
 the same one, as behind a balancer that hashes by session. With
 ``--books shared`` the routers are workers of one (``tailrace serve --processes``) and read each
-other's books. Replicas are emulated and time is
+other's state. Replicas are emulated and time is
 virtual, so the figures depend on nothing but the seeds. Each policy serves identical arrivals;
 ``loss`` is the mean time to first token over that of one router with the same policy.
 """
@@ -30,8 +30,8 @@ from tailrace.emulate.replica import EmulatedReplica, Job
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import Fleet, Flight
-from tailrace.router.state.shared_state import new_books
+from tailrace.router.state.cluster import Attempt, ClusterState
+from tailrace.router.state.shared_state import new_shared_state
 from tailrace.view.devices import resolved
 from tailrace.workload.library import from_settings
 from tailrace.workload.table import RequestTable
@@ -106,12 +106,14 @@ class World:
         ]
         settings = ChooserSettings(policy=policy, limit_ms=1e6)
         self._routers = []
-        books = new_books(backends, routers) if share else None
+        shared = new_shared_state(backends, routers) if share else None
         for number in range(routers):
-            seat = books.of(number) if books is not None else None
-            fleet = Fleet(backends, self._clock.now, seed=1000 * seed + number, seat=seat)
-            self._routers.append((fleet, Chooser(fleet, settings, warm_up=False)))
-            self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, fleet))
+            worker_view = shared.of(number) if shared is not None else None
+            cluster = ClusterState(
+                backends, self._clock.now, seed=1000 * seed + number, worker_view=worker_view
+            )
+            self._routers.append((cluster, Chooser(cluster, settings, warm_up=False)))
+            self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, cluster))
         self._chance = random.Random(seed)
         self._by_session = by_session
         self._table, self._writer = table, PromptWriter(table)
@@ -130,11 +132,11 @@ class World:
         """Serve all requests."""
         self._clock.run(lambda: self._left > 0)
 
-    def _scrape(self, fleet: Fleet) -> None:
+    def _scrape(self, cluster: ClusterState) -> None:
         for number, replica in enumerate(self._replicas):
             replica.catch_up()
-            fleet.scraped(number, replica.waiting, replica.running, replica.kv_used)
-        self._clock.call_at(self._clock.now() + SCRAPE_S, partial(self._scrape, fleet))
+            cluster.scraped(number, replica.waiting, replica.running, replica.kv_used)
+        self._clock.call_at(self._clock.now() + SCRAPE_S, partial(self._scrape, cluster))
 
     def _arrive(self, row: int) -> None:
         about = self._table.rows[row]
@@ -142,32 +144,32 @@ class World:
         chance = self._chance
         if self._by_session and session >= 0:
             chance = random.Random(session)
-        fleet, chooser = chance.choice(self._routers)
+        cluster, chooser = chance.choice(self._routers)
         prompt = self._writer.write(row, self._so_far.get(session))
         text = prompt.text().decode()
         name = str(session) if session >= 0 else None
         asked = RequestBody("completion", text=text, streams=True, session=name)
-        arrival = fleet.arrive(asked, keep=True)
+        arrival = cluster.arrive(asked, keep=True)
         decision = chooser.choose(arrival)
         assert decision is not None
-        flight = fleet.open(arrival, decision.replica, decision)
+        attempt = cluster.open(arrival, decision.replica, decision)
         tokens = int(about["output_tokens"])
         answer = tokenizer.words(row, 0, tokens)
         self._replicas[decision.replica].submit(
             tokenizer.text_tokens(text), answer,
-            partial(self._told, row, flight, prompt, self._clock.now()),
+            partial(self._told, row, attempt, prompt, self._clock.now()),
         )  # fmt: skip
 
     def _told(
-        self, row: int, flight: Flight, prompt: Prompt, arrived_s: float, job: Job, last: bool
+        self, row: int, attempt: Attempt, prompt: Prompt, arrived_s: float, job: Job, last: bool
     ) -> None:
-        flight.tokens(1)
+        attempt.tokens(1)
         if not last:
             return
         now = self._clock.now()
         assert job.first_s is not None
-        flight.usage(job.prompt_tokens, job.output_tokens, job.cached_tokens)
-        flight.close("done")
+        attempt.usage(job.prompt_tokens, job.output_tokens, job.cached_tokens)
+        attempt.close("done")
         self.ttft_s[row] = job.first_s - arrived_s
         self.e2e_s[row] = now - arrived_s
         session = int(self._table.rows[row]["session"])

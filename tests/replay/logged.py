@@ -1,14 +1,14 @@
-"""A decision log of simulated traffic, written by the router's own Fleet and DecisionLog."""
+"""A decision log of simulated traffic, written by the router's own ClusterState and DecisionLog."""
 
 import heapq
 
 import numpy as np
 
-from router.fleets import Clock, backends, new_chooser
+from router.clusters import Clock, backends, new_chooser
 from tailrace.bench.prompts import PromptWriter
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
-from tailrace.router.state.cluster import Fleet
+from tailrace.router.state.cluster import ClusterState
 from tailrace.sim.simulator import simulate
 
 START_S = 1000.0
@@ -23,8 +23,8 @@ def write_log(folder, cluster, table, policy="least_outstanding", overhead_s=0.0
     result = simulate(cluster, table, policy)
     done, rows = result.requests, table.rows
     writer, clock = PromptWriter(table), Clock(START_S)
-    fleet = Fleet(backends(*cluster.expanded()), clock)
-    chooser = new_chooser(fleet)
+    state = ClusterState(backends(*cluster.expanded()), clock)
+    chooser = new_chooser(state)
     log = DecisionLog(DecisionLogSettings(folder=folder), b"s" * 32, clock_now=START_S)
     rng = np.random.default_rng(0)
     late = overhead_s + rng.exponential(jitter_s or 1e-12, (len(table), 2))
@@ -36,7 +36,7 @@ def write_log(folder, cluster, table, policy="least_outstanding", overhead_s=0.0
         first, last = first + float(late[row, 0]), last + float(late[row, 1])
         events += [(arrived, 0, row), (first, 1, row), (max(first, last), 2, row)]
     heapq.heapify(events)
-    flights = {}
+    attempts = {}
     while events:
         at, kind, row = heapq.heappop(events)
         clock.now = START_S + at
@@ -50,19 +50,19 @@ def write_log(folder, cluster, table, policy="least_outstanding", overhead_s=0.0
                 begun = int(rows["prompt_tokens"][before])
                 ended = begun + int(rows["output_tokens"][before])
                 asked.answer = (4 * begun, 4 * ended)
-            arrival = fleet.arrive(asked, prompt_tokens=int(rows["prompt_tokens"][row]))
+            arrival = state.arrive(asked, prompt_tokens=int(rows["prompt_tokens"][row]))
             replica = int(done["replica"][row])
-            decision = chooser.choose(arrival, [r for r in range(len(fleet)) if r != replica])
+            decision = chooser.choose(arrival, [r for r in range(len(state)) if r != replica])
             decision.policy = policy
-            flights[row] = fleet.open(arrival, replica, decision)
+            attempts[row] = state.open(arrival, replica, decision)
         elif kind == 1:
-            flights[row].tokens(1)
+            attempts[row].tokens(1)
         else:
-            flight = flights.pop(row)
+            attempt = attempts.pop(row)
             prompt, output = int(rows["prompt_tokens"][row]), int(rows["output_tokens"][row])
-            flight.usage(prompt, output, int(done["cached_tokens"][row]))
-            flight.close("done")
-            log.write(flight, "done")
+            attempt.usage(prompt, output, int(done["cached_tokens"][row]))
+            attempt.close("done")
+            log.write(attempt, "done")
     log.close()
     assert (log.written, log.dropped) == (len(table), 0), log.last_error
     return result

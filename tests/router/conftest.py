@@ -177,7 +177,7 @@ class Counts(NoTelemetry):
         self.retries: list[tuple[int, str]] = []
         self.sheds: list[str] = []
 
-    def request_done(self, flight: Any, status: int, outcome: str, path_kind: str) -> None:
+    def request_done(self, attempt: Any, status: int, outcome: str, path_kind: str) -> None:
         self.done.append((status, outcome, path_kind))
 
     def retried(self, replica: int, cause: str) -> None:
@@ -215,7 +215,7 @@ class World:
         assert len(self.router.forwarder.queue) == 0
         for target in self.router.plane.targets:
             assert target.active == 0
-        replicas = self.router.plane.fleet.replicas
+        replicas = self.router.plane.cluster.replicas
         for name in ("in_flight", "queued", "queued_tokens", "context_tokens", "predicted_tokens"):
             assert not replicas[name].any(), name
 

@@ -121,7 +121,7 @@ class Cluster:
         self.processes[name].wait()
 
     def assert_alive_and_quiet(self) -> None:
-        """The router runs, and nothing is under way in any of its books."""
+        """The router runs, and nothing is under way in any of its ledgers."""
         assert self.processes["router"].poll() is None
 
         def quiet() -> bool:

@@ -308,7 +308,7 @@ def test_probes_take_out_what_does_not_answer() -> None:
                 failing = await w.router.probe()
                 assert [t.label for t, _ in failing] == ["b0"]
             assert w.router.plane.targets[0].health.state == "open"
-            assert not w.router.plane.fleet.available(0)
+            assert not w.router.plane.cluster.available(0)
 
     run(test())
 

@@ -26,8 +26,8 @@ class Clock:
 
 
 class Plane:
-    def __init__(self, targets, fleet, chooser):
-        self.targets, self.fleet, self.chooser = targets, fleet, chooser
+    def __init__(self, targets, cluster, chooser):
+        self.targets, self.cluster, self.chooser = targets, cluster, chooser
 
     @property
     def present(self):
@@ -44,7 +44,7 @@ class Watched:
         views["metrics_at"], views["speed"], views["available"] = -np.inf, 1.0, 1
         views["capacity_tokens"] = 400_000
         self.views, self.held = views, np.zeros(n, [("held_tokens", "i8")])
-        fleet = SimpleNamespace(
+        cluster = SimpleNamespace(
             replicas=views, index=SimpleNamespace(totals=self.held), units_per_token=0.5,
             counter=TokenCounter(),
         )  # fmt: skip
@@ -53,7 +53,9 @@ class Watched:
         chooser = SimpleNamespace(
             policy=SimpleNamespace(name="tailrace"), settings=routing, counts=self.counts
         )
-        self.plane = Plane([self._target(i, name) for i, name in enumerate(names)], fleet, chooser)
+        self.plane = Plane(
+            [self._target(i, name) for i, name in enumerate(names)], cluster, chooser
+        )
         self.scraper = SimpleNamespace(snapshots={}, failures={})
         self.settings = SimpleNamespace(tokens=TokenSettings())
         self.forwarder = SimpleNamespace(
@@ -107,8 +109,8 @@ class Watched:
         self.telemetry.decided(decision)
         return decision
 
-    def flight(self, replica=0, ttft_s=0.2, e2e_s=2.2, wait_s=0.0, **more):
-        """A flight that has ended now."""
+    def attempt(self, replica=0, ttft_s=0.2, e2e_s=2.2, wait_s=0.0, **more):
+        """An attempt that has ended now."""
         arrived_at = self.clock.now - e2e_s
         return SimpleNamespace(
             **{

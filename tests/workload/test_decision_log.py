@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from router.fleets import Clock, chat, new_fleet, send
+from router.clusters import Clock, chat, new_cluster, send
 from tailrace.cli import cli
 from tailrace.errors import TailraceError
 from tailrace.router.intake.request_body import RequestBody
@@ -20,11 +20,11 @@ SYSTEM = "".join(chr(97 + i * i % 26) for i in range(4096))
 
 
 class Live:
-    """A fleet, its log, and a clock."""
+    """A cluster, its log, and a clock."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
         self.clock = Clock(1000.0)
-        self.fleet = new_fleet(1, self.clock)
+        self.cluster = new_cluster(1, self.clock)
         self.log = DecisionLog(
             DecisionLogSettings(folder=folder, **settings), b"s" * 32, clock_now=1000.0
         )
@@ -40,12 +40,12 @@ class Live:
         """Play one request; return its prompt's tokens, as the server counts: four bytes each."""
         size = len((asked.text or "").encode())
         self.clock.now = 1000.0 + at
-        flight = send(self.fleet, asked)
-        flight.tokens(output)
-        flight.usage(size // 4, output, None)
+        attempt = send(self.cluster, asked)
+        attempt.tokens(output)
+        attempt.usage(size // 4, output, None)
         self.clock.now += lasts_s
-        flight.close(outcome)
-        self.log.write(flight, outcome)
+        attempt.close(outcome)
+        self.log.write(attempt, outcome)
         return size // 4
 
 
@@ -95,14 +95,14 @@ def test_turns_of_unnamed_conversations_are_recognised(tmp_path: Path) -> None:
 def test_only_answered_requests_become_rows_and_each_once(tmp_path: Path) -> None:
     live = Live(tmp_path)
     asked = RequestBody("completion", "m", text="retried " * 50)
-    arrival = live.fleet.arrive(asked)
-    from router.fleets import decided
+    arrival = live.cluster.arrive(asked)
+    from router.clusters import decided
 
     for outcome in ("backend_failed", "done"):
-        flight = live.fleet.open(arrival, 0, decided(live.fleet, arrival, 0))
-        flight.tokens(3)
-        flight.close(outcome)
-        live.log.write(flight, outcome)
+        attempt = live.cluster.open(arrival, 0, decided(live.cluster, arrival, 0))
+        attempt.tokens(3)
+        attempt.close(outcome)
+        live.log.write(attempt, outcome)
     live.play(asked, 1.0, 9, outcome="client_gone")
     live.play(asked, 2.0, 9)
     live.log.close()

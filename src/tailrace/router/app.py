@@ -28,8 +28,8 @@ from tailrace.router.proxy.models import PATH as MODELS_PATH
 from tailrace.router.proxy.models import ModelsAnswer
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import address
-from tailrace.router.state.cluster import Fleet
-from tailrace.router.state.shared_state import Seat
+from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.shared_state import WorkerView
 from tailrace.router.workers import process
 
 #: How often time limits are checked, in s.
@@ -52,11 +52,11 @@ class Router:
         load: Callable[[], ServeSettings] | None = None,
         clock: Callable[[], float] = time.monotonic,
         salt: bytes | None = None,
-        seat: Seat | None = None,
+        worker_view: WorkerView | None = None,
     ) -> None:
         """``load`` reads the settings again, for a reload.
 
-        ``salt`` and ``seat``: the secret and the books that several workers share.
+        ``salt`` and ``worker_view``: the secret and the state that several workers share.
         """
         self.settings = settings
         self.telemetry: Telemetry = telemetry or NoTelemetry()
@@ -65,11 +65,13 @@ class Router:
         self.draining = False
         salt = salt or load_salt(settings.decisions.folder)
         counter = TokenCounter(settings.tokenizer, settings.tokens.source)
-        fleet = Fleet(settings.backends, clock, counter=counter, salt=salt, seat=seat)
+        cluster = ClusterState(
+            settings.backends, clock, counter=counter, salt=salt, worker_view=worker_view
+        )
         self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
-        self.plane = Plane(settings, fleet, Chooser(fleet, settings.routing))
+        self.plane = Plane(settings, cluster, Chooser(cluster, settings.routing))
         self.forwarder = Forwarder(settings, self.plane, self.telemetry, self.decision_log)
-        self.scraper = Scraper(fleet, self._metrics_of, settings.metrics)
+        self.scraper = Scraper(cluster, self._metrics_of, settings.metrics)
         self.admin = Admin(self, settings.admin.token())
         # What a listener needs (downstream.Service).
         self.limits = settings.limits
@@ -231,7 +233,7 @@ class Router:
             raise TailraceError("there is no file to read again: start with --config FILE")
         new = self._load()
         if new.routing != self.settings.routing:
-            chooser = Chooser(self.plane.fleet, new.routing)
+            chooser = Chooser(self.plane.cluster, new.routing)
             self.plane.chooser.close()
             self.plane.chooser = chooser
         added, removed = self.plane.reload(new)
@@ -285,7 +287,7 @@ class Router:
             "why": health.breaker.reason,
             "opened": health.breaker.opened,
             "in_flight": target.active,
-            "ledger_in_flight": int(self.plane.fleet.replicas["in_flight"][target.index]),
+            "ledger_in_flight": int(self.plane.cluster.replicas["in_flight"][target.index]),
             "connections": target.pool.open,
         }
 
@@ -385,11 +387,13 @@ def create(
     load: Callable[[], ServeSettings] | None = None,
     clock: Callable[[], float] = time.monotonic,
     salt: bytes | None = None,
-    seat: Seat | None = None,
+    worker_view: WorkerView | None = None,
 ) -> Router:
     """Make a router that counts what it does, with metrics and the status page."""
     telemetry = telemetries.Telemetry(clock)
-    router = Router(settings, telemetry=telemetry, load=load, clock=clock, salt=salt, seat=seat)
+    router = Router(
+        settings, telemetry=telemetry, load=load, clock=clock, salt=salt, worker_view=worker_view
+    )
     telemetry.watch(router)
     status = Status(telemetry)
     page = Answer(200, PAGE_TYPE, PAGE, PAGE_HEADERS)

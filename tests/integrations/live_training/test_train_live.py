@@ -17,8 +17,8 @@ pytest.importorskip("torch")
 
 from learn.tiny import SETTINGS, Noted
 from policy.networks import random_tensors, small
+from router.clusters import Clock, chat, new_chooser, new_cluster
 from router.conftest import Client, run_with_process
-from router.fleets import Clock, chat, new_chooser, new_fleet
 from tailrace.bench.load import load
 from tailrace.config import Cluster, Replica
 from tailrace.emulate.emulator import Emulator
@@ -34,7 +34,7 @@ from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.observe.events import NoTelemetry
-from tailrace.router.state.cluster import Fleet, Flight
+from tailrace.router.state.cluster import Attempt, ClusterState
 from tailrace.sim.result import FINISHED
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
@@ -223,17 +223,17 @@ def recorder() -> Iterator[LiveRecorder]:
     live_process.RECORDER = None
 
 
-def asked(fleet: Fleet, chooser: Chooser, text: str = "x", **fields: object) -> Flight:
+def asked(cluster: ClusterState, chooser: Chooser, text: str = "x", **fields: object) -> Attempt:
     """Let a request come, be decided and be sent."""
-    arrival = fleet.arrive(chat(text, **fields))
+    arrival = cluster.arrive(chat(text, **fields))
     decision = chooser.choose(arrival)
     assert decision is not None
-    return fleet.open(arrival, decision.replica, decision)
+    return cluster.open(arrival, decision.replica, decision)
 
 
-def over(recorder: LiveRecorder, flight: Flight, outcome: str) -> None:
-    flight.close(outcome)
-    Ends(NoTelemetry(), recorder).request_done(flight, 200, outcome, "chat")
+def over(recorder: LiveRecorder, attempt: Attempt, outcome: str) -> None:
+    attempt.close(outcome)
+    Ends(NoTelemetry(), recorder).request_done(attempt, 200, outcome, "chat")
 
 
 def cost_s(recorder: LiveRecorder, now: float) -> dict[str, float]:
@@ -245,28 +245,28 @@ def cost_s(recorder: LiveRecorder, now: float) -> dict[str, float]:
 def test_what_the_guard_overrules_is_not_learnt_from(recorder: LiveRecorder) -> None:
     """One replica has a long queue: the guard never lets a request go there."""
     clock = Clock()
-    fleet = new_fleet(2, clock)
-    chooser = new_chooser(fleet, POLICY, guard_ratio=1.0, guard_s=0.5)
+    cluster = new_cluster(2, clock)
+    chooser = new_chooser(cluster, POLICY, guard_ratio=1.0, guard_s=0.5)
     assert chooser.policy is recorder
-    busy = [fleet.open(fleet.arrive(chat("long " * 4000)), 0, _to(0)) for _ in range(8)]
+    busy = [cluster.open(cluster.arrive(chat("long " * 4000)), 0, _to(0)) for _ in range(8)]
     recorder.record(temperature=50.0, epsilon=0.5)
     found: list[Any] = []
     recorder._done = found.append
     overruled = 0
     while not found:
         clock.now += 0.01
-        flight = asked(fleet, chooser)
-        overruled += flight.decision.fell_back == "guard" and not found
-        assert flight.replica == 1
-        flight.tokens(1)
-        over(recorder, flight, "done")
+        attempt = asked(cluster, chooser)
+        overruled += attempt.decision.fell_back == "guard" and not found
+        assert attempt.replica == 1
+        attempt.tokens(1)
+        over(recorder, attempt, "done")
     assert overruled > 0
     assert (found[0].action == 1).all()
     assert found[0].figures["overruled"] == pytest.approx(overruled / (overruled + 8))
     # The time of what was overruled is not lost: it belongs to the decision before.
     assert found[0].elapsed_s.sum() > 8 * 0.01 - 1e-9
-    for flight in busy:
-        over(recorder, flight, "done")
+    for attempt in busy:
+        over(recorder, attempt, "done")
     assert len(recorder) == 0
 
 
@@ -278,16 +278,16 @@ def _to(replica: int) -> Any:
 
 def test_how_requests_end(recorder: LiveRecorder) -> None:
     clock = Clock(1000.0)
-    fleet = new_fleet(2, clock)
-    chooser = new_chooser(fleet, POLICY)
+    cluster = new_cluster(2, clock)
+    chooser = new_chooser(cluster, POLICY)
     # Complete; given up by its client; refused; lost while it was answering.
-    flights = [asked(fleet, chooser, str(k)) for k in range(4)]
+    attempts = [asked(cluster, chooser, str(k)) for k in range(4)]
     clock.now += 1.0
-    for flight, outcome in zip(
-        flights, ("done", "client_gone", "rejected", "backend_failed"), strict=True
+    for attempt, outcome in zip(
+        attempts, ("done", "client_gone", "rejected", "backend_failed"), strict=True
     ):
-        flight.tokens(1)
-        over(recorder, flight, outcome)
+        attempt.tokens(1)
+        over(recorder, attempt, outcome)
     assert cost_s(recorder, clock.now) == pytest.approx(
         {"e2e": 4.0, "ttft": 4.0, "late": 0.0, "lost": 1.0}
     )
@@ -296,14 +296,14 @@ def test_how_requests_end(recorder: LiveRecorder) -> None:
 
 def test_a_request_that_is_sent_again_is_one_request(recorder: LiveRecorder) -> None:
     clock = Clock()
-    fleet = new_fleet(2, clock)
-    chooser = new_chooser(fleet, POLICY)
-    flight = asked(fleet, chooser)
+    cluster = new_cluster(2, clock)
+    chooser = new_chooser(cluster, POLICY)
+    attempt = asked(cluster, chooser)
     clock.now = 2.0
-    flight.close("backend_failed")
-    decision = chooser.choose(flight.arrival, [flight.replica])
+    attempt.close("backend_failed")
+    decision = chooser.choose(attempt.arrival, [attempt.replica])
     assert decision is not None
-    again = fleet.open(flight.arrival, decision.replica, decision)
+    again = cluster.open(attempt.arrival, decision.replica, decision)
     clock.now = 3.0
     again.tokens(1)
     over(recorder, again, "done")
@@ -313,11 +313,11 @@ def test_a_request_that_is_sent_again_is_one_request(recorder: LiveRecorder) -> 
 
 def test_a_request_that_failed_and_never_comes_back_is_lost_once(recorder: LiveRecorder) -> None:
     clock = Clock()
-    fleet = new_fleet(2, clock)
-    chooser = new_chooser(fleet, POLICY)
-    asked(fleet, chooser).close("timeout")
+    cluster = new_cluster(2, clock)
+    chooser = new_chooser(cluster, POLICY)
+    asked(cluster, chooser).close("timeout")
     for clock.now in (5.0, 11.0, 30.0):
-        over(recorder, asked(fleet, chooser), "done")
+        over(recorder, asked(cluster, chooser), "done")
     assert len(recorder) == 0
     found = cost_s(recorder, 30.0)
     assert (found["lost"], found["e2e"]) == (1.0, 11.0)
@@ -325,12 +325,12 @@ def test_a_request_that_failed_and_never_comes_back_is_lost_once(recorder: LiveR
 
 def test_an_answer_in_one_piece_had_its_first_token_before_its_end(recorder: LiveRecorder) -> None:
     clock = Clock()
-    fleet = new_fleet(2, clock)
-    chooser = new_chooser(fleet, POLICY)
-    flight = asked(fleet, chooser, stream=False)
+    cluster = new_cluster(2, clock)
+    chooser = new_chooser(cluster, POLICY)
+    attempt = asked(cluster, chooser, stream=False)
     clock.now = 4.0
-    flight.usage(10, 200, 0)
-    over(recorder, flight, "done")
+    attempt.usage(10, 200, 0)
+    over(recorder, attempt, "done")
     found = cost_s(recorder, 4.0)
     assert found["e2e"] == 4.0
     assert 0 < found["ttft"] < 2.0

@@ -113,9 +113,9 @@ def test_a_dead_replica_takes_all_with_it_and_its_row_is_used_again(book):
     b.lost("a")
     assert b.in_flight == {"b": 3}
     assert b.choose("7", prompt()) == ["b"]
-    rows = len(b.fleet)
+    rows = len(b.cluster)
     b.set_replicas(["b", "c"])
-    assert len(b.fleet) == rows
+    assert len(b.cluster) == rows
     assert b.in_flight["c"] == 0
     b.ended("1", "a")
     b.ended("2", "a")
@@ -153,17 +153,17 @@ def test_equal_prompts_meet_where_they_are_cached(book):
 
 def test_replicas_tell_their_load(book, clock):
     b = book("vllm_dp", "a", "b")
-    assert set(b.fleet.replicas["metrics_at"]) == {NEVER}
+    assert set(b.cluster.replicas["metrics_at"]) == {NEVER}
     b.ongoing("a", 5)
     clock.now += 1
     b.ongoing("b", 0)
     assert send(b, "1") == "b"
     b.stats("b", {"waiting": 9, "running": 4, "kv_used": 0.75, "more": "words"})
-    row = b.fleet.replicas[b._rows["b"]]
+    row = b.cluster.replicas[b._rows["b"]]
     assert (row["waiting"], row["running"], row["kv_used"]) == (9, 4, 0.75)
     assert send(b, "2") == "a"
     b.stats("a", {"waiting": None, "running": float("nan")})
-    assert b.fleet.replicas[b._rows["a"]]["metrics_at"] == clock.now - 1  # said nothing
+    assert b.cluster.replicas[b._rows["a"]]["metrics_at"] == clock.now - 1  # said nothing
     b.ongoing("nobody", 3)
 
 
@@ -180,7 +180,7 @@ def test_unknown_lengths_do_not_change_what_is_expected(book):
     for k in range(20):
         b.ended(str(k), send(b, str(k)))
     b.choose("x", prompt())
-    assert b.fleet.request["predicted_output"][0] == pytest.approx(256.0)
+    assert b.cluster.request["predicted_output"][0] == pytest.approx(256.0)
 
 
 def test_mistakes_in_the_settings_are_named():

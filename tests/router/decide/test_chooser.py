@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from router.fleets import Clock, backends, chat, new_chooser, new_fleet, send
+from router.clusters import Clock, backends, chat, new_chooser, new_cluster, send
 from tailrace.config import Replica
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
@@ -17,7 +17,7 @@ from tailrace.policy.rules import RULES
 from tailrace.router.decide import chooser as decide
 from tailrace.router.decide.chooser import Chooser, ChooserSettings, training_range
 from tailrace.router.state import kernels
-from tailrace.router.state.cluster import Fleet
+from tailrace.router.state.cluster import ClusterState
 
 
 def _policy_file(folder: Path, body: str) -> str:
@@ -31,11 +31,11 @@ def _policy_file(folder: Path, body: str) -> str:
 
 @pytest.mark.parametrize("name", [rule.name for rule in RULES if not rule.in_engine] + ["tailrace"])
 def test_every_policy_chooses_available_replicas_only(name: str) -> None:
-    fleet = new_fleet(5)
-    fleet.set_available(0, False)
-    chooser = new_chooser(fleet, name)
+    cluster = new_cluster(5)
+    cluster.set_available(0, False)
+    chooser = new_chooser(cluster, name)
     for i in range(25):
-        decision = chooser.choose(fleet.arrive(chat(f"{i % 3} " * 300, user=f"u{i % 4}")), [3])
+        decision = chooser.choose(cluster.arrive(chat(f"{i % 3} " * 300, user=f"u{i % 4}")), [3])
         assert decision is not None
         assert decision.replica in (1, 2, 4)
         assert decision.runner_up in (1, 2, 4)
@@ -43,69 +43,69 @@ def test_every_policy_chooses_available_replicas_only(name: str) -> None:
         assert decision.fell_back is None, chooser.last_error
         assert decision.scores.shape == (5,)
         assert decision.reason
-        fleet.open(fleet.arrive(chat("x")), decision.replica, decision)
-    assert [fleet.available(r) for r in range(5)] == [False, True, True, True, True]
+        cluster.open(cluster.arrive(chat("x")), decision.replica, decision)
+    assert [cluster.available(r) for r in range(5)] == [False, True, True, True, True]
 
 
 def test_nobody_available() -> None:
-    fleet = new_fleet(2)
-    fleet.set_available(0, False)
-    chooser = new_chooser(fleet)
-    assert chooser.choose(fleet.arrive(chat("x")), [1]) is None
-    assert fleet.available(1)
-    assert chooser.choose(fleet.arrive(chat("x")), [7, -1]) is not None
-    fleet.set_available(1, False)
-    assert chooser.choose(fleet.arrive(chat("x"))) is None
+    cluster = new_cluster(2)
+    cluster.set_available(0, False)
+    chooser = new_chooser(cluster)
+    assert chooser.choose(cluster.arrive(chat("x")), [1]) is None
+    assert cluster.available(1)
+    assert chooser.choose(cluster.arrive(chat("x")), [7, -1]) is not None
+    cluster.set_available(1, False)
+    assert chooser.choose(cluster.arrive(chat("x"))) is None
 
 
 @pytest.mark.parametrize("name", ["lookahead", "lookahead_oracle"])
 def test_look_aheads_are_refused(name: str) -> None:
     for field in ("policy", "shadow", "canary", "fallback"):
         with pytest.raises(TailraceError, match="cannot route live traffic"):
-            Chooser(new_fleet(1), ChooserSettings(**{field: name}), warm_up=False)
+            Chooser(new_cluster(1), ChooserSettings(**{field: name}), warm_up=False)
 
 
 @pytest.mark.parametrize("name", ["tailrace", "nonsense"])
 def test_the_fallback_must_be_a_rule(name: str) -> None:
     with pytest.raises(TailraceError):
-        new_chooser(new_fleet(1), fallback=name)
+        new_chooser(new_cluster(1), fallback=name)
 
 
 def test_the_scores_are_the_policys_own() -> None:
-    fleet = new_fleet(3)
-    send(fleet, chat("x"), 1)
-    decision = new_chooser(fleet).choose(fleet.arrive(chat("y")), [])
+    cluster = new_cluster(3)
+    send(cluster, chat("x"), 1)
+    decision = new_chooser(cluster).choose(cluster.arrive(chat("y")), [])
     assert decision is not None
     assert list(decision.scores) == [0.0, 1.0, 0.0]
 
 
-def test_warming_up_leaves_the_fleet_untouched() -> None:
-    fleet = new_fleet(2)
-    before = [a.copy() for a in (fleet.replicas, fleet.routers, *fleet.index)]
-    Chooser(fleet, ChooserSettings(policy="round_robin", shadow="tailrace"))
-    for old, new in zip(before, (fleet.replicas, fleet.routers, *fleet.index), strict=True):
+def test_warming_up_leaves_the_cluster_untouched() -> None:
+    cluster = new_cluster(2)
+    before = [a.copy() for a in (cluster.replicas, cluster.routers, *cluster.index)]
+    Chooser(cluster, ChooserSettings(policy="round_robin", shadow="tailrace"))
+    for old, new in zip(before, (cluster.replicas, cluster.routers, *cluster.index), strict=True):
         np.testing.assert_array_equal(new, old)
 
 
 # ---- guard --------------------------------------------------------------------------------------
 
 
-def _overloaded() -> Fleet:
+def _overloaded() -> ClusterState:
     """Replica 0 has a long queue, replica 1 nothing."""
-    fleet = new_fleet(2)
+    cluster = new_cluster(2)
     for i in range(12):
-        send(fleet, chat(f"{i}" + "x" * 40_000), 0)
-    return fleet
+        send(cluster, chat(f"{i}" + "x" * 40_000), 0)
+    return cluster
 
 
 @pytest.mark.parametrize(("guard", "expected"), [(True, 1), (False, 0)])
 def test_a_policy_of_ones_own_is_kept_from_an_overloaded_replica(
     tmp_path: Path, guard: bool, expected: int
 ) -> None:
-    fleet = _overloaded()
+    cluster = _overloaded()
     policy = _policy_file(tmp_path, "return np.arange(len(view.replicas))")
-    chooser = new_chooser(fleet, policy, guard=guard)
-    decision = chooser.choose(fleet.arrive(chat("y")))
+    chooser = new_chooser(cluster, policy, guard=guard)
+    decision = chooser.choose(cluster.arrive(chat("y")))
     assert decision is not None
     assert decision.replica == expected
     assert decision.fell_back == ("guard" if guard else None)
@@ -114,18 +114,18 @@ def test_a_policy_of_ones_own_is_kept_from_an_overloaded_replica(
 
 
 def test_small_differences_are_the_policys_business(tmp_path: Path) -> None:
-    fleet = new_fleet(2)
-    send(fleet, chat("x" * 4000), 0)
-    chooser = new_chooser(fleet, _policy_file(tmp_path, "return np.array([0.0, 1.0])"))
-    decision = chooser.choose(fleet.arrive(chat("y")))
+    cluster = new_cluster(2)
+    send(cluster, chat("x" * 4000), 0)
+    chooser = new_chooser(cluster, _policy_file(tmp_path, "return np.array([0.0, 1.0])"))
+    decision = chooser.choose(cluster.arrive(chat("y")))
     assert decision is not None
     assert (decision.replica, decision.fell_back) == (0, None)
 
 
 def test_built_in_rules_are_not_guarded() -> None:
-    fleet = _overloaded()
-    chooser = new_chooser(fleet, "round_robin")
-    found = {chooser.choose(fleet.arrive(chat("y"))).replica for _ in range(2)}  # type: ignore[union-attr]
+    cluster = _overloaded()
+    chooser = new_chooser(cluster, "round_robin")
+    found = {chooser.choose(cluster.arrive(chat("y"))).replica for _ in range(2)}  # type: ignore[union-attr]
     assert found == {0, 1}
 
 
@@ -145,92 +145,92 @@ def test_built_in_rules_are_not_guarded() -> None:
 def test_whatever_a_policy_does_the_rule_decides_instead(
     tmp_path: Path, body: str, cause: str
 ) -> None:
-    fleet = _overloaded()
+    cluster = _overloaded()
     limit_ms = 5.0 if cause == "time" else 1e6
-    chooser = new_chooser(fleet, _policy_file(tmp_path, body), limit_ms=limit_ms)
-    decision = chooser.choose(fleet.arrive(chat("y")))
+    chooser = new_chooser(cluster, _policy_file(tmp_path, body), limit_ms=limit_ms)
+    decision = chooser.choose(cluster.arrive(chat("y")))
     assert decision is not None
     assert (decision.replica, decision.fell_back) == (1, cause)
     assert chooser.counts[f"fallback_{cause}"] == 1
 
 
 def test_a_policy_that_keeps_failing_is_left_alone_for_a_while(tmp_path: Path) -> None:
-    fleet = new_fleet(2)
+    cluster = new_cluster(2)
     calls = tmp_path / "calls"
     calls.write_text("")
     body = (
         f"from pathlib import Path; p = Path({str(calls)!r}); p.write_text(p.read_text() + 'x'); "
         "raise RuntimeError"
     )
-    chooser = new_chooser(fleet, _policy_file(tmp_path, body))
+    chooser = new_chooser(cluster, _policy_file(tmp_path, body))
     for _ in range(10):
-        assert chooser.choose(fleet.arrive(chat("y"))) is not None
+        assert chooser.choose(cluster.arrive(chat("y"))) is not None
     assert calls.read_text() == "xxx"
     chooser._resting_until.clear()
-    chooser.choose(fleet.arrive(chat("y")))
+    chooser.choose(cluster.arrive(chat("y")))
     assert calls.read_text() == "xxxx"
 
 
 def test_a_policy_cannot_change_what_the_router_knows(tmp_path: Path) -> None:
-    fleet = new_fleet(2)
+    cluster = new_cluster(2)
     body = "view.replicas['in_flight'] = 99; view.request['now'] = -1.0; return np.zeros(2)"
-    decision = new_chooser(fleet, _policy_file(tmp_path, body)).choose(fleet.arrive(chat("y")))
+    decision = new_chooser(cluster, _policy_file(tmp_path, body)).choose(cluster.arrive(chat("y")))
     assert decision is not None
-    assert not fleet.replicas["in_flight"].any()
+    assert not cluster.replicas["in_flight"].any()
 
 
 def test_a_compiled_decision_over_its_time_is_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = _overloaded()
-    chooser = new_chooser(fleet, "round_robin", limit_ms=5.0)
+    cluster = _overloaded()
+    chooser = new_chooser(cluster, "round_robin", limit_ms=5.0)
     clocks = {name: iter([0.0, 1.0, 2.0]) for name in ("perf_counter", "thread_time")}
     for name, times in clocks.items():
         monkeypatch.setattr(decide.time, name, lambda times=times: next(times))
-    decision = chooser.choose(fleet.arrive(chat("y")))
+    decision = chooser.choose(cluster.arrive(chat("y")))
     assert decision is not None
     assert (decision.replica, decision.fell_back) == (1, "time")
 
 
 def test_a_bug_of_ours_does_not_stop_traffic(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet = new_fleet(3)
-    send(fleet, chat("x"), 0)
-    chooser = new_chooser(fleet)
+    cluster = new_cluster(3)
+    send(cluster, chat("x"), 0)
+    chooser = new_chooser(cluster)
 
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("bug")
 
     monkeypatch.setattr(kernels, "decide", broken)
-    decision = chooser.choose(fleet.arrive(chat("y")), [1])
+    decision = chooser.choose(cluster.arrive(chat("y")), [1])
     assert decision is not None
     assert (decision.replica, decision.fell_back) == (2, "error")
     assert chooser.last_error == "bug"
-    fleet.open(fleet.arrive(chat("y")), 2, decision).close("done")
+    cluster.open(cluster.arrive(chat("y")), 2, decision).close("done")
 
 
 # ---- what a learned policy was trained on -------------------------------------------------------
 
 
 def test_ordinary_traffic_is_within_the_range() -> None:
-    fleet = new_fleet(4)
-    chooser = new_chooser(fleet, "tailrace")
+    cluster = new_cluster(4)
+    chooser = new_chooser(cluster, "tailrace")
     for i in range(30):
-        fleet.scraped(i % 4, 2.0, 3.0, 0.5)
-        decision = chooser.choose(fleet.arrive(chat("word " * (50 + i))))
+        cluster.scraped(i % 4, 2.0, 3.0, 0.5)
+        decision = chooser.choose(cluster.arrive(chat("word " * (50 + i))))
         assert decision is not None
         assert decision.fell_back is None
-        fleet.open(fleet.arrive(chat("word")), decision.replica, decision)
+        cluster.open(cluster.arrive(chat("word")), decision.replica, decision)
 
 
 def test_metrics_gone_mad_are_out_of_range() -> None:
-    fleet = new_fleet(4)
-    chooser = new_chooser(fleet, "tailrace")
-    fleet.scraped(2, 1.0, 1.0, 90.0)  # per cent instead of a share
-    decision = chooser.choose(fleet.arrive(chat("y")))
+    cluster = new_cluster(4)
+    chooser = new_chooser(cluster, "tailrace")
+    cluster.scraped(2, 1.0, 1.0, 90.0)  # per cent instead of a share
+    decision = chooser.choose(cluster.arrive(chat("y")))
     assert decision is not None
     assert decision.fell_back == "range"
     assert chooser.counts["fallback_range"] == 1
     assert all(name.startswith("kv_used") for name in chooser.out_of_range)
-    fleet.set_available(2, False)  # one that gets no requests does not matter
-    decision = chooser.choose(fleet.arrive(chat("y")))
+    cluster.set_available(2, False)  # one that gets no requests does not matter
+    decision = chooser.choose(cluster.arrive(chat("y")))
     assert decision is not None
     assert decision.fell_back is None
 
@@ -254,12 +254,12 @@ def test_a_policy_that_listens_does_so_until_its_chooser_is_closed(tmp_path: Pat
         "    def scores(self, view):\n        return np.zeros(len(view.replicas))\n\n"
         "    def finished(self, replica, request_id, now):\n        self.heard += 1\n"
     )
-    fleet = new_fleet(2)
-    chooser = new_chooser(fleet, str(path))
-    send(fleet, chat("x")).close("done")
+    cluster = new_cluster(2)
+    chooser = new_chooser(cluster, str(path))
+    send(cluster, chat("x")).close("done")
     assert chooser.policy.heard == 1  # type: ignore[attr-defined]
     chooser.close()
-    send(fleet, chat("x")).close("done")
+    send(cluster, chat("x")).close("done")
     assert chooser.policy.heard == 1  # type: ignore[attr-defined]
 
 
@@ -267,12 +267,12 @@ def test_a_policy_that_listens_does_so_until_its_chooser_is_closed(tmp_path: Pat
 
 
 def test_a_canary_gets_its_share_of_sessions_and_keeps_them() -> None:
-    fleet = new_fleet(2)
-    chooser = new_chooser(fleet, canary="random", canary_share=0.25)
+    cluster = new_cluster(2)
+    chooser = new_chooser(cluster, canary="random", canary_share=0.25)
     by_session = {}
     for _ in range(2):
         for i in range(400):
-            decision = chooser.choose(fleet.arrive(chat("y", user=f"user {i}")))
+            decision = chooser.choose(cluster.arrive(chat("y", user=f"user {i}")))
             assert decision is not None
             assert by_session.setdefault(i, decision.policy) == decision.policy
     share = sum(name == "random" for name in by_session.values()) / 400
@@ -288,11 +288,11 @@ def test_a_canary_share_needs_a_canary() -> None:
 @pytest.mark.parametrize("shadow", ["round_robin", "tailrace", "file"])
 def test_a_shadow_is_asked_but_not_obeyed(tmp_path: Path, shadow: str) -> None:
     def choices(**settings: Any) -> tuple[list[int], Chooser]:
-        fleet = new_fleet(4)
-        chooser = new_chooser(fleet, "least_outstanding", **settings)
+        cluster = new_cluster(4)
+        chooser = new_chooser(cluster, "least_outstanding", **settings)
         found = []
         for i in range(30):
-            arrival = fleet.arrive(chat(f"{i}" * 50))
+            arrival = cluster.arrive(chat(f"{i}" * 50))
             decision = chooser.choose(arrival)
             assert decision is not None
             if settings:
@@ -300,7 +300,7 @@ def test_a_shadow_is_asked_but_not_obeyed(tmp_path: Path, shadow: str) -> None:
                 assert decision.shadow_ttft_s is not None
                 if decision.shadow == decision.replica:
                     assert decision.shadow_ttft_s == 0.0
-            fleet.open(arrival, decision.replica, decision)
+            cluster.open(arrival, decision.replica, decision)
             found.append(decision.replica)
         return found, chooser
 
@@ -314,9 +314,9 @@ def test_a_shadow_is_asked_but_not_obeyed(tmp_path: Path, shadow: str) -> None:
 
 
 def test_a_shadow_that_fails_is_counted(tmp_path: Path) -> None:
-    fleet = new_fleet(2)
-    chooser = new_chooser(fleet, shadow=_policy_file(tmp_path, "return 1 / 0"))
-    decision = chooser.choose(fleet.arrive(chat("y")))
+    cluster = new_cluster(2)
+    chooser = new_chooser(cluster, shadow=_policy_file(tmp_path, "return 1 / 0"))
+    decision = chooser.choose(cluster.arrive(chat("y")))
     assert decision is not None
     assert (decision.shadow, decision.fell_back) == (None, None)
     assert chooser.counts["shadow_failed"] == 1
@@ -325,20 +325,20 @@ def test_a_shadow_that_fails_is_counted(tmp_path: Path) -> None:
 # ---- reasons ------------------------------------------------------------------------------------
 
 
-def _cached(fleet: Fleet) -> None:
-    send(fleet, chat("x" * 9000), 1).close("client_gone")
+def _cached(cluster: ClusterState) -> None:
+    send(cluster, chat("x" * 9000), 1).close("client_gone")
 
 
-def _queued(fleet: Fleet) -> None:
-    send(fleet, chat("z" * 20_000), 0)
+def _queued(cluster: ClusterState) -> None:
+    send(cluster, chat("z" * 20_000), 0)
 
 
-def _answering(fleet: Fleet) -> None:
+def _answering(cluster: ClusterState) -> None:
     for i in range(9):
-        send(fleet, chat(f"{i}"), 0).tokens(1)
+        send(cluster, chat(f"{i}"), 0).tokens(1)
 
 
-def _nothing(fleet: Fleet) -> None:
+def _nothing(cluster: ClusterState) -> None:
     pass
 
 
@@ -355,12 +355,12 @@ def _nothing(fleet: Fleet) -> None:
 def test_the_main_reason_is_said(
     policy: str,
     servers: tuple[Replica, ...],
-    prepare: Callable[[Fleet], None],
+    prepare: Callable[[ClusterState], None],
     reason: str,
 ) -> None:
-    fleet = Fleet(backends(*servers), Clock())
-    prepare(fleet)
-    decision = new_chooser(fleet, policy).choose(fleet.arrive(chat("x" * 9000)))
+    cluster = ClusterState(backends(*servers), Clock())
+    prepare(cluster)
+    decision = new_chooser(cluster, policy).choose(cluster.arrive(chat("x" * 9000)))
     assert decision is not None
     assert reason in decision.reason
     if prepare is not _nothing:
@@ -370,29 +370,29 @@ def test_the_main_reason_is_said(
 
 
 def test_full_memory_is_a_reason() -> None:
-    fleet = new_fleet(2)
-    fleet.scraped(0, 0.0, 0.0, 0.99)
-    fleet.scraped(1, 0.0, 0.0, 0.10)
-    decision = new_chooser(fleet, "least_load").choose(fleet.arrive(chat("x")))
+    cluster = new_cluster(2)
+    cluster.scraped(0, 0.0, 0.0, 0.99)
+    cluster.scraped(1, 0.0, 0.0, 0.10)
+    decision = new_chooser(cluster, "least_load").choose(cluster.arrive(chat("x")))
     assert decision is not None
     assert decision.reason == "more KV memory free (90% against 1%)"
 
 
 def test_a_single_replica_needs_no_reason() -> None:
-    fleet = new_fleet(2)
-    decision = new_chooser(fleet).choose(fleet.arrive(chat("x")), [0])
+    cluster = new_cluster(2)
+    decision = new_chooser(cluster).choose(cluster.arrive(chat("x")), [0])
     assert decision is not None
     assert (decision.runner_up, decision.reason) == (-1, "the only replica available")
 
 
 def test_rules_decide_as_the_registry_has_them() -> None:
     """The compiled path gives the scores of the policy object itself."""
-    fleet = new_fleet(3)
-    send(fleet, chat("x" * 5000), 0)
-    send(fleet, chat("y" * 500), 2).tokens(3)
-    arrival = fleet.arrive(chat("x" * 6000))
+    cluster = new_cluster(3)
+    send(cluster, chat("x" * 5000), 0)
+    send(cluster, chat("y" * 500), 2).tokens(3)
+    arrival = cluster.arrive(chat("x" * 6000))
     for name in ("load_aware", "dynamo", "lmetric", "tailrace"):
-        chooser = new_chooser(fleet, name, guard=False)
+        chooser = new_chooser(cluster, name, guard=False)
         decision = chooser.choose(arrival)
         assert decision is not None
         policy = registry.get(name)

@@ -163,7 +163,7 @@ def test_servers_are_asked_where_answers_say_nothing() -> None:
     async def test() -> None:
         async with world(1, tokens={"source": "auto"}) as w:
             w.backends[0].default = tokenizing(2000)
-            counter = w.router.plane.fleet.counter
+            counter = w.router.plane.cluster.counter
             for _ in range(5):
                 assert (await w.ask(post(body=PROMPT))).complete
                 await settled(w)

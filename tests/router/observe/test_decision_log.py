@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from router.fleets import Clock, chat, new_fleet, send
+from router.clusters import Clock, chat, new_cluster, send
 from tailrace.errors import TailraceError
 from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings, load_salt
-from tailrace.router.state.cluster import Fleet
+from tailrace.router.state.cluster import ClusterState
 
 SECRET = "xyzzy plugh"
 
@@ -19,13 +19,13 @@ def _log(folder: Path | None, **settings: Any) -> DecisionLog:
     return DecisionLog(DecisionLogSettings(folder=folder, **settings), b"s" * 32, clock_now=0.0)
 
 
-def _play(log: DecisionLog, fleet: Fleet, count: int = 1) -> None:
+def _play(log: DecisionLog, cluster: ClusterState, count: int = 1) -> None:
     for i in range(count):
-        flight = send(fleet, chat(f"{SECRET} {i} " * 100, user=SECRET))
-        flight.tokens(2)
-        flight.usage(700, 9, 64)
-        flight.close("done")
-        log.write(flight, "done")
+        attempt = send(cluster, chat(f"{SECRET} {i} " * 100, user=SECRET))
+        attempt.tokens(2)
+        attempt.usage(700, 9, 64)
+        attempt.close("done")
+        log.write(attempt, "done")
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:
@@ -38,15 +38,15 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_line_says_all_there_is_to_know(tmp_path: Path) -> None:
     clock = Clock(50.0)
-    fleet = new_fleet(2, clock)
+    cluster = new_cluster(2, clock)
     log = _log(tmp_path)
-    flight = send(fleet, chat("hello " * 300, priority=2), 1)
+    attempt = send(cluster, chat("hello " * 300, priority=2), 1)
     clock.now = 51.0
-    flight.tokens(1)
+    attempt.tokens(1)
     clock.now = 53.0
-    flight.usage(450, 12, 0)
-    flight.close("done")
-    log.write(flight, "done")
+    attempt.usage(450, 12, 0)
+    attempt.close("done")
+    log.write(attempt, "done")
     log.close()
     (line,) = _lines(tmp_path)
     assert (line["replica"], line["policy"], line["outcome"]) == (1, "least_outstanding", "done")
@@ -61,7 +61,7 @@ def test_a_line_says_all_there_is_to_know(tmp_path: Path) -> None:
 
 def test_no_text_and_no_name_of_a_user_is_written(tmp_path: Path) -> None:
     log = _log(tmp_path)
-    _play(log, new_fleet(1), 3)
+    _play(log, new_cluster(1), 3)
     log.close()
     data = b"".join(path.read_bytes() for path in tmp_path.glob("decisions-*"))
     assert b"id" in data
@@ -70,12 +70,12 @@ def test_no_text_and_no_name_of_a_user_is_written(tmp_path: Path) -> None:
 
 
 def test_equal_content_has_equal_hashes_under_one_salt_only(tmp_path: Path) -> None:
-    fleet = new_fleet(1)
+    cluster = new_cluster(1)
     found = []
     for name, salt in (("a", b"1" * 32), ("b", b"1" * 32), ("c", b"2" * 32)):
         settings = DecisionLogSettings(folder=tmp_path / name)
         log = DecisionLog(settings, salt, clock_now=0.0)
-        _play(log, fleet)
+        _play(log, cluster)
         log.close()
         found.append(_lines(tmp_path / name)[0])
     assert found[0]["blocks"] == found[1]["blocks"] != found[2]["blocks"]
@@ -84,14 +84,14 @@ def test_equal_content_has_equal_hashes_under_one_salt_only(tmp_path: Path) -> N
 
 def test_content_may_be_left_out(tmp_path: Path) -> None:
     log = _log(tmp_path, content=False)
-    _play(log, new_fleet(1))
+    _play(log, new_cluster(1))
     log.close()
     assert "blocks" not in _lines(tmp_path)[0]
 
 
 def test_files_are_rotated_by_size_compressed_and_limited_in_number(tmp_path: Path) -> None:
     log = _log(tmp_path, max_mb=0.005, keep=3)
-    _play(log, new_fleet(1), 60)
+    _play(log, new_cluster(1), 60)
     log.close()
     files = sorted(path.name for path in tmp_path.glob("decisions-*"))
     assert len([name for name in files if name.endswith(".gz")]) >= 2
@@ -104,7 +104,7 @@ def test_files_are_rotated_by_size_compressed_and_limited_in_number(tmp_path: Pa
 
 def test_a_file_is_closed_by_age(tmp_path: Path) -> None:
     log = _log(tmp_path, max_age_s=1e-9)
-    _play(log, new_fleet(1), 3)
+    _play(log, new_cluster(1), 3)
     log.close()
     assert len(list(tmp_path.glob("decisions-*.gz"))) == 3
 
@@ -113,7 +113,7 @@ def test_what_a_dead_router_left_is_compressed_at_the_next_start(tmp_path: Path)
     left = tmp_path / "decisions-20200101T000000-999999999-0001.jsonl"
     left.write_bytes(b'{"tailrace":"decisions","format":1}\n')
     log = _log(tmp_path)
-    _play(log, new_fleet(1))
+    _play(log, new_cluster(1))
     log.close()
     assert not left.exists()
     assert left.with_name(left.name + ".gz").exists()
@@ -123,22 +123,22 @@ def test_a_disk_that_fails_costs_lines_only(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("in the way")
     log = _log(blocked / "log")
-    fleet = new_fleet(1)
-    _play(log, fleet, 5)
+    cluster = new_cluster(1)
+    _play(log, cluster, 5)
     log.close()
     assert (log.written, log.dropped) == (0, 5)
     assert log.last_error
-    assert fleet.replicas[0]["in_flight"] == 0
+    assert cluster.replicas[0]["in_flight"] == 0
 
 
 def test_a_line_is_made_when_it_is_asked_for_or_enough_have_come(tmp_path: Path) -> None:
     log = _log(tmp_path)
-    fleet = new_fleet(1)
-    _play(log, fleet, 3)
+    cluster = new_cluster(1)
+    _play(log, cluster, 3)
     log.flush()
     log.flush()  # there is nothing more
     assert sum(map(len, log._lines)) + log.written <= 3
-    _play(log, fleet, 100)
+    _play(log, cluster, 100)
     log.close()
     ids = [int(line["id"].split("-")[1]) for line in _lines(tmp_path)]
     assert ids == list(range(103))
@@ -147,10 +147,10 @@ def test_a_line_is_made_when_it_is_asked_for_or_enough_have_come(tmp_path: Path)
 
 def test_a_line_that_cannot_be_made_costs_lines_only(tmp_path: Path) -> None:
     log = _log(tmp_path)
-    flight = send(new_fleet(1), chat("x"))
-    flight.close("done")
-    flight.arrival.asked.model = "\ud800"  # no JSON can hold it
-    log.write(flight, "done")
+    attempt = send(new_cluster(1), chat("x"))
+    attempt.close("done")
+    attempt.arrival.asked.model = "\ud800"  # no JSON can hold it
+    log.write(attempt, "done")
     log.close()
     assert (log.written, log.dropped) == (0, 1)
     assert log.last_error
@@ -158,7 +158,7 @@ def test_a_line_that_cannot_be_made_costs_lines_only(tmp_path: Path) -> None:
 
 def test_without_a_folder_nothing_happens() -> None:
     log = _log(None)
-    _play(log, new_fleet(1))
+    _play(log, new_cluster(1))
     log.close()
     assert log.written == log.dropped == 0
 

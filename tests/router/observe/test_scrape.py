@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fleets import Clock, new_fleet
+from router.clusters import Clock, new_cluster
 from tailrace.router.observe.scrape import Scraper, ScrapeSettings, Snapshot, parse_metrics
 from tailrace.view.records import NEVER
 
@@ -72,7 +72,7 @@ def test_no_text_breaks_the_parser(text: str) -> None:
 
 def test_one_round_enters_what_each_replica_says_and_keeps_the_age_of_the_silent() -> None:
     clock = Clock(10.0)
-    fleet = new_fleet(4, clock)
+    cluster = new_cluster(4, clock)
     pages: dict[int, str | Exception] = {
         0: _text("vllm_new.txt"),
         1: OSError("gone"),
@@ -87,21 +87,21 @@ def test_one_round_enters_what_each_replica_says_and_keeps_the_age_of_the_silent
             raise page
         return page.encode()
 
-    scraper = Scraper(fleet, fetch)
+    scraper = Scraper(cluster, fetch)
     asyncio.run(scraper.scrape())
-    assert list(fleet.replicas["metrics_at"]) == [10.0, NEVER, NEVER, 10.0]
-    assert list(fleet.replicas["waiting"]) == [21, 0, 0, 5]
-    assert fleet.replicas[0]["capacity_tokens"] == 8192
+    assert list(cluster.replicas["metrics_at"]) == [10.0, NEVER, NEVER, 10.0]
+    assert list(cluster.replicas["waiting"]) == [21, 0, 0, 5]
+    assert cluster.replicas[0]["capacity_tokens"] == 8192
     assert scraper.failures == {1: 1, 2: 1}
     pages[0] = OSError("gone too")
     clock.now = 20.0
     asyncio.run(scraper.scrape())
-    assert fleet.replicas[0]["metrics_at"] == 10.0
-    assert fleet.replicas[0]["waiting"] == 21
+    assert cluster.replicas[0]["metrics_at"] == 10.0
+    assert cluster.replicas[0]["waiting"] == 21
 
 
 def test_a_replica_that_never_answers_delays_no_other_and_is_given_up() -> None:
-    fleet = new_fleet(2, Clock(1.0))
+    cluster = new_cluster(2, Clock(1.0))
     rounds = 0
 
     async def play() -> None:
@@ -117,7 +117,7 @@ def test_a_replica_that_never_answers_delays_no_other_and_is_given_up() -> None:
                 enough.set()
             return b"vllm:num_requests_running 1\n"
 
-        scraper = Scraper(fleet, fetch, ScrapeSettings(interval_s=0.005, timeout_s=0.02))
+        scraper = Scraper(cluster, fetch, ScrapeSettings(interval_s=0.005, timeout_s=0.02))
         task = asyncio.create_task(scraper.run())
         await asyncio.wait_for(enough.wait(), 10)
         task.cancel()
@@ -126,12 +126,12 @@ def test_a_replica_that_never_answers_delays_no_other_and_is_given_up() -> None:
 
     asyncio.run(play())
     assert rounds >= 3
-    assert fleet.replicas[1]["running"] == 1
-    assert np.isneginf(fleet.replicas[0]["metrics_at"])
+    assert cluster.replicas[1]["running"] == 1
+    assert np.isneginf(cluster.replicas[0]["metrics_at"])
 
 
 def test_off_means_never() -> None:
     async def fetch(replica: int, path: str) -> bytes:
         raise AssertionError
 
-    asyncio.run(Scraper(new_fleet(1), fetch, ScrapeSettings(path="off")).run())
+    asyncio.run(Scraper(new_cluster(1), fetch, ScrapeSettings(path="off")).run())

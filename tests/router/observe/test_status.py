@@ -101,7 +101,7 @@ def test_percentiles_pace_and_counts():
     t = watched.telemetry
     for _ in range(20):
         watched.decide(0)
-        t.request_done(watched.flight(ttft_s=0.5, e2e_s=3.0), 200, "done", "chat")
+        t.request_done(watched.attempt(ttft_s=0.5, e2e_s=3.0), 200, "done", "chat")
     t.request_done(None, 429, "shed", "chat")
     t.shed("queue")
     t.retried(0, "connect")

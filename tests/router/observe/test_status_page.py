@@ -95,8 +95,10 @@ def busy(names=None, seed=0, **routing):
         swell = 10 + 6 * math.sin(step / 25) + 2 * rng.random()
         for r in range(n):
             burst = 22 * math.exp(-(((step - 105) / 9) ** 2)) if r == 2 else 0
-            flight = max(0, round(swell * (0.5 if r == n - 1 else 1) + rng.gauss(0, 1.2) + burst))
-            watched.load(r, flight, round(flight * (0.12 + 0.5 * (burst > 6))))
+            in_flight = max(
+                0, round(swell * (0.5 if r == n - 1 else 1) + rng.gauss(0, 1.2) + burst)
+            )
+            watched.load(r, in_flight, round(in_flight * (0.12 + 0.5 * (burst > 6))))
         for _ in range(round(3 * swell)):
             r = rng.randrange(n)
             other = (r + rng.randrange(1, n)) % n if n > 1 else -1
@@ -109,8 +111,8 @@ def busy(names=None, seed=0, **routing):
                 shadow=r if rng.random() < 0.9 else other,
             )  # fmt: skip
             ttft_s = rng.lognormvariate(-1.6, 0.6)
-            flight = watched.flight(r, ttft_s=ttft_s, e2e_s=ttft_s + rng.lognormvariate(1, 0.7))
-            t.request_done(flight, 200, "done", "chat")
+            attempt = watched.attempt(r, ttft_s=ttft_s, e2e_s=ttft_s + rng.lognormvariate(1, 0.7))
+            t.request_done(attempt, 200, "done", "chat")
         watched.passes(2.0)
     for r in range(n):
         watched.scrape(

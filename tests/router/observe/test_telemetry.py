@@ -38,8 +38,8 @@ def telemetry(watched):
 
 
 def test_a_request_is_counted_with_its_times_and_tokens(watched, telemetry):
-    flight = watched.flight(1, ttft_s=0.3, e2e_s=2.3, wait_s=0.02, reported_cached=48)
-    telemetry.request_done(flight, 200, "done", "chat")
+    attempt = watched.attempt(1, ttft_s=0.3, e2e_s=2.3, wait_s=0.02, reported_cached=48)
+    telemetry.request_done(attempt, 200, "done", "chat")
     found = samples(telemetry)
     assert found["tailrace_requests_total", ("chat", "done", "b", "200")] == 1
     assert found["tailrace_prompt_tokens_total", ("b",)] == 500
@@ -63,9 +63,9 @@ def test_a_bound_belongs_to_its_bucket(watched, telemetry):
     telemetry.clock = lambda: 0.0
     watched.clock.now = 1.0
     bound = TTFT_BUCKETS[6]
-    flight = watched.flight(0, e2e_s=1.0)
-    flight.arrival.arrived_at, flight.first_at = 0.0, bound
-    telemetry.request_done(flight, 200, "done", "chat")
+    attempt = watched.attempt(0, e2e_s=1.0)
+    attempt.arrival.arrived_at, attempt.first_at = 0.0, bound
+    telemetry.request_done(attempt, 200, "done", "chat")
     assert samples(telemetry)["tailrace_ttft_seconds_bucket", (str(bound), "a")] == 1
 
 
@@ -80,7 +80,7 @@ def test_a_bound_belongs_to_its_bucket(watched, telemetry):
 )
 def test_only_what_was_seen_is_timed(watched, telemetry, more, ttft, tpot, e2e):
     outcome = more.pop("outcome", "done")
-    telemetry.request_done(watched.flight(0, **more), 200, outcome, "chat")
+    telemetry.request_done(watched.attempt(0, **more), 200, outcome, "chat")
     found = samples(telemetry)
     assert found["tailrace_ttft_seconds_count", ("a",)] == ttft
     assert found["tailrace_tpot_seconds_count", ("a",)] == tpot
@@ -88,8 +88,8 @@ def test_only_what_was_seen_is_timed(watched, telemetry, more, ttft, tpot, e2e):
 
 
 def test_a_clock_that_went_back_harms_nothing(watched, telemetry):
-    flight = watched.flight(0, ttft_s=-1.0, e2e_s=-5.0, wait_s=-1.0)
-    telemetry.request_done(flight, 200, "done", "chat")
+    attempt = watched.attempt(0, ttft_s=-1.0, e2e_s=-5.0, wait_s=-1.0)
+    telemetry.request_done(attempt, 200, "done", "chat")
     assert samples(telemetry)["tailrace_e2e_seconds_sum", ()] == 0
 
 
@@ -170,7 +170,7 @@ def test_a_name_that_was_given_twice_is_one_series():
     watched.plane.targets[0].health.remove(True)
     for replica in (0, 1):
         watched.decide(replica)
-        watched.telemetry.request_done(watched.flight(replica), 200, "done", "chat")
+        watched.telemetry.request_done(watched.attempt(replica), 200, "done", "chat")
     found = samples(watched.telemetry)
     assert found["tailrace_decisions_total", ("tailrace", "a")] == 2
     assert found["tailrace_prompt_tokens_total", ("a",)] == 1000
@@ -182,7 +182,7 @@ def test_hostile_names_cannot_break_the_format():
     watched = Watched(('"} 1\nforged{x="', "\\", "ünï", "\\n"))
     for replica in range(4):
         watched.decide(replica)
-        watched.telemetry.request_done(watched.flight(replica), 200, "done", "chat")
+        watched.telemetry.request_done(watched.attempt(replica), 200, "done", "chat")
     found = samples(watched.telemetry)
     assert found["tailrace_decisions_total", ("tailrace", "ünï")] == 1
     labels = {labels[0] for name, labels in found if name == "tailrace_ttft_seconds_count"}
@@ -237,7 +237,7 @@ def test_no_requests_have_no_percentile():
 def test_a_window_forgets(watched, telemetry):
     slots = telemetry.slots
     for _ in range(10):
-        telemetry.request_done(watched.flight(ttft_s=0.1, e2e_s=1.0), 200, "done", "chat")
+        telemetry.request_done(watched.attempt(ttft_s=0.1, e2e_s=1.0), 200, "done", "chat")
     watched.passes(58)
     assert slots.percentiles("ttft", 60)["count"] == 10
     watched.passes(4)
@@ -303,7 +303,7 @@ def test_a_pause_of_the_process_leaves_a_hole_and_no_more():
 def exported_names():
     watched = Watched(canary="lmetric", canary_share=0.1, shadow="round_robin")
     watched.decide(0, fell_back="guard")
-    watched.telemetry.request_done(watched.flight(), 200, "done", "chat")
+    watched.telemetry.request_done(watched.attempt(), 200, "done", "chat")
     watched.telemetry.retried(0, "connect")
     watched.telemetry.shed("queue")
     watched.scrape(0, running=1, waiting=1, kv_used=0.1)

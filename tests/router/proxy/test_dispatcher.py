@@ -85,8 +85,8 @@ def test_a_stream_passes_byte_for_byte() -> None:
             client.send(STREAM)  # the connection goes on
             assert (await client.answer()).status == 200
             w.assert_quiet()
-            fleet = w.router.plane.fleet
-            assert fleet.replicas["finished_tokens"][0] == 2
+            cluster = w.router.plane.cluster
+            assert cluster.replicas["finished_tokens"][0] == 2
 
     run(test())
 
@@ -108,8 +108,8 @@ def test_a_stream_arrives_event_by_event() -> None:
             await client.reader.readuntil(b"\r\n\r\n")
             first = chunked(event("a"), end=False)
             assert await client.reader.readexactly(len(first)) == first
-            assert w.router.plane.fleet.replicas["in_flight"][0] == 1
-            assert w.router.plane.fleet.replicas["queued"][0] == 0
+            assert w.router.plane.cluster.replicas["in_flight"][0] == 1
+            assert w.router.plane.cluster.replicas["queued"][0] == 0
             go.set()
             rest = b"5\r\ndata:\r\n" + chunked(b" b\n\n", DONE)
             assert await client.reader.readexactly(len(rest)) == rest
@@ -124,7 +124,7 @@ def test_usage_is_taken_from_the_answer() -> None:
             usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":17}}'
             w.backends[0].scripts.append(reply(usage))
             await w.ask(post())
-            assert w.router.plane.fleet.replicas["finished_tokens"][0] == 17
+            assert w.router.plane.cluster.replicas["finished_tokens"][0] == 17
 
     run(test())
 

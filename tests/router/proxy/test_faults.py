@@ -1,4 +1,4 @@
-"""Faults of real processes: nothing is lost that need not be, and the books end empty."""
+"""Faults of real processes: nothing is lost that need not be, and the ledgers end empty."""
 
 import asyncio
 import random

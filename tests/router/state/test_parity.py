@@ -1,17 +1,17 @@
-"""The live fleet shows a policy the very numbers that the simulator shows it."""
+"""The live cluster shows a policy the very numbers that the simulator shows it."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from router.fleets import LEDGER, Clock, backends, new_chooser
+from router.clusters import LEDGER, Clock, backends, new_chooser
 from tailrace.config import Cluster, Event, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.router.intake.prompt_blocks import PromptBlocks, private_block
 from tailrace.router.intake.request_body import RequestBody
-from tailrace.router.state.cluster import Arrival, Fleet, Flight
+from tailrace.router.state.cluster import Arrival, Attempt, ClusterState
 from tailrace.sim.reference import ReferenceEngine
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.routing import PolicyDispatcher
@@ -22,17 +22,17 @@ from tailrace.workload.table import RequestTable
 
 
 class Twin(PolicyDispatcher):
-    """Routes in the simulator and tells a live fleet the same events; compares every decision."""
+    """Routes in the simulator and tells a live cluster the same events; compares every decision."""
 
     def __init__(
         self, policy: str, table: RequestTable, replicas: Sequence[Replica], router: RouterSettings
     ) -> None:
         super().__init__(registry.get(policy), table, replicas, router, 0)
         self.clock = Clock()
-        self.fleet = Fleet(backends(*replicas), self.clock)
-        self.chooser = new_chooser(self.fleet, policy, guard=False, range_deviations=1e6)
+        self.cluster = ClusterState(backends(*replicas), self.clock)
+        self.chooser = new_chooser(self.cluster, policy, guard=False, range_deviations=1e6)
         self.arrivals: dict[int, Arrival] = {}
-        self.flights: dict[int, Flight] = {}
+        self.attempts: dict[int, Attempt] = {}
         self.live: dict[int, Request] = {}
         self.compared = 0
 
@@ -45,15 +45,18 @@ class Twin(PolicyDispatcher):
         super()._show_replicas(request)
         self.clock.now = now = float(self.request_view["now"])
         for number, server in enumerate(self.servers):
-            self.fleet.set_available(number, server.available)
-        for number in self.flights:
+            self.cluster.set_available(number, server.available)
+        for number in self.attempts:
             self._stream(number)
         arrival = self._arrival(request)
         decision = self.chooser.choose(arrival)
         assert decision is not None
         self.decision = decision
         live = View(
-            self.fleet.request[0], self.fleet.replicas, self.fleet.costs, self.fleet.routers[0]
+            self.cluster.request[0],
+            self.cluster.replicas,
+            self.cluster.costs,
+            self.cluster.routers[0],
         )
         expected, found = _observed(self.view), _observed(live)
         np.testing.assert_array_equal(found[0], expected[0])
@@ -65,8 +68,8 @@ class Twin(PolicyDispatcher):
 
     def _send(self, request: Request, replica: int) -> None:
         assert self.decision.replica == replica  # the same ties, broken by the same numbers
-        flight = self.fleet.open(self.arrivals[request.id], replica, self.decision)
-        self.flights[request.id] = flight
+        attempt = self.cluster.open(self.arrivals[request.id], replica, self.decision)
+        self.attempts[request.id] = attempt
         self.live[request.id] = request
 
     def _arrival(self, request: Request) -> Arrival:
@@ -76,7 +79,7 @@ class Twin(PolicyDispatcher):
         asked = RequestBody("completion", streams=True, ttft_slo_s=float(row["ttft_slo_s"]))
         if row["session"] >= 0:
             asked.session = str(row["session"])
-        arrival = self.fleet.arrive(asked)
+        arrival = self.cluster.arrive(asked)
         arrival.prompt_tokens = request.prompt
         keys, tokens = self._runs(request.id)
         if row["run_count"] == 0:
@@ -96,37 +99,37 @@ class Twin(PolicyDispatcher):
         return arrival
 
     def _stream(self, number: int) -> None:
-        flight = self.flights[number]
-        if flight.first_at is not None:
-            more = self.live[number].generated - flight.streamed
+        attempt = self.attempts[number]
+        if attempt.first_at is not None:
+            more = self.live[number].generated - attempt.streamed
             if more > 0:
-                flight.tokens(more)
+                attempt.tokens(more)
 
     def first_token(self, server: Server, request: Request, now: float) -> None:
         super().first_token(server, request, now)
         self.clock.now = now
-        self.flights[request.id].tokens(1)
+        self.attempts[request.id].tokens(1)
 
     def finished(self, server: Server, request: Request, now: float) -> None:
         super().finished(server, request, now)
         self.clock.now = now
         output = int(self.table.rows["output_tokens"][request.id])
-        flight = self.flights.pop(request.id)
-        flight.tokens(output - flight.streamed)
-        flight.close("done")
+        attempt = self.attempts.pop(request.id)
+        attempt.tokens(output - attempt.streamed)
+        attempt.close("done")
 
     def lost(self, server: Server, requests: Sequence[Request], now: float) -> None:
         super().lost(server, requests, now)
         self.clock.now = now
-        self.fleet.forget(server.number)
+        self.cluster.forget(server.number)
         for request in requests:
-            self.flights.pop(request.id).close("backend_failed")
+            self.attempts.pop(request.id).close("backend_failed")
 
     def _take_snapshot(self, now: float) -> None:
         super()._take_snapshot(now)
         self.clock.now = now
         for number, view in enumerate(self.views):
-            self.fleet.scraped(number, view["waiting"], view["running"], view["kv_used"])
+            self.cluster.scraped(number, view["waiting"], view["running"], view["kv_used"])
 
 
 def _observed(view: View) -> tuple[np.ndarray, np.ndarray]:
@@ -160,9 +163,9 @@ def test_every_decision_sees_what_the_simulator_shows(policy: str, workload: str
     twin = Twin(policy, table, MIXED.expanded(), router)
     ReferenceEngine(MIXED, table, router=router, events=events).run(dispatcher=twin)
     assert twin.compared >= 150
-    assert not twin.flights
+    assert not twin.attempts
     for name in LEDGER:
-        assert not twin.fleet.replicas[name].any(), name
+        assert not twin.cluster.replicas[name].any(), name
     if workload == "sessions-hot":  # the index was full, and so something was forgotten
-        held = twin.fleet.replicas["index_tokens"]
+        held = twin.cluster.replicas["index_tokens"]
         assert held.max() > 0.5 * 700 * 16

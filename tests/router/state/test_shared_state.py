@@ -1,4 +1,4 @@
-"""Workers that read each other's books decide as one router would."""
+"""Workers that read each other's state decide as one router would."""
 
 import os
 
@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from router.fleets import LEDGER, Clock, backends, chat, new_chooser, send
+from router.clusters import LEDGER, Clock, backends, chat, new_chooser, send
 from tailrace.config import Replica
 from tailrace.errors import TailraceError
 from tailrace.router.intake.request_body import RequestBody
-from tailrace.router.state.cluster import Fleet
-from tailrace.router.state.shared_state import new_books
+from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.shared_state import new_shared_state
 from tailrace.view.records import RECENT_WORK_S
 
 SERVERS = backends(Replica(speed=1.5), Replica(), Replica(speed=0.5))
@@ -19,71 +19,76 @@ SERVERS = backends(Replica(speed=1.5), Replica(), Replica(speed=0.5))
 EXACT = (*LEDGER, "finished", "finished_tokens", "oldest_sent", "sent_tokens", "sent_requests")
 
 
-def workers(count: int, clock: Clock | None = None) -> list[Fleet]:
-    books = new_books(SERVERS, count)
-    return [Fleet(SERVERS, clock or Clock(), seat=books.of(number)) for number in range(count)]
+def workers(count: int, clock: Clock | None = None) -> list[ClusterState]:
+    shared = new_shared_state(SERVERS, count)
+    return [
+        ClusterState(SERVERS, clock or Clock(), worker_view=shared.of(number))
+        for number in range(count)
+    ]
 
 
-def look(fleet: Fleet, asked: RequestBody | None = None, policy: str = "least_outstanding") -> int:
+def look(
+    cluster: ClusterState, asked: RequestBody | None = None, policy: str = "least_outstanding"
+) -> int:
     """Let a worker decide; return what it thinks is cached where it would send the request."""
-    decision = new_chooser(fleet, policy).choose(fleet.arrive(asked or chat("x")))
+    decision = new_chooser(cluster, policy).choose(cluster.arrive(asked or chat("x")))
     assert decision is not None
     return decision.cached
 
 
-def work_now(fleet: Fleet) -> NDArray[np.float64]:
+def work_now(cluster: ClusterState) -> NDArray[np.float64]:
     """Recent work, faded to this moment."""
-    views = fleet.seen
-    faded: NDArray[np.float64] = np.exp((views["recent_at"] - fleet.clock()) / RECENT_WORK_S)
+    views = cluster.seen
+    faded: NDArray[np.float64] = np.exp((views["recent_at"] - cluster.clock()) / RECENT_WORK_S)
     return views["recent_work"] * faded
 
 
 def test_one_worker_alone_sees_what_one_router_sees() -> None:
     clock = Clock()
     (shared,) = workers(1, clock)
-    alone = Fleet(SERVERS, clock)
+    alone = ClusterState(SERVERS, clock)
     rng = np.random.default_rng(0)
-    open_flights = []
+    open_attempts = []
     for i in range(60):
         clock.now += float(rng.exponential(0.3))
         text = f"{i % 7} " * int(rng.integers(1, 900))
-        for fleet in (shared, alone):
-            look(fleet, chat(text), "tailrace")
+        for cluster in (shared, alone):
+            look(cluster, chat(text), "tailrace")
         np.testing.assert_array_equal(shared.seen, alone.seen)
         np.testing.assert_array_equal(shared.seen_routers, alone.seen_routers)
         replica = int(rng.integers(3))
-        open_flights.append([send(fleet, chat(text), replica) for fleet in (shared, alone)])
-        if len(open_flights) > 4:
-            for flight in open_flights.pop(int(rng.integers(4))):
-                flight.tokens(3)
-                flight.close("done")
+        open_attempts.append([send(cluster, chat(text), replica) for cluster in (shared, alone)])
+        if len(open_attempts) > 4:
+            for attempt in open_attempts.pop(int(rng.integers(4))):
+                attempt.tokens(3)
+                attempt.close("done")
 
 
 def test_several_workers_see_the_sum() -> None:
     clock = Clock()
-    fleets = workers(3, clock)
-    alone = Fleet(SERVERS, clock)
+    clusters = workers(3, clock)
+    alone = ClusterState(SERVERS, clock)
     rng = np.random.default_rng(1)
-    flights = []
+    attempts = []
     for i in range(40):
         clock.now += 0.25
         where = int(rng.integers(3))
         asked = chat(f"{i} " * int(rng.integers(1, 400)))  # nothing is shared between prompts
-        pair = [send(fleet, asked, i % 3) for fleet in (fleets[where], alone)]
+        pair = [send(cluster, asked, i % 3) for cluster in (clusters[where], alone)]
         if i % 2:
-            for flight in pair:
-                flight.tokens(1 + i % 3)
-        flights.append(pair)
+            for attempt in pair:
+                attempt.tokens(1 + i % 3)
+        attempts.append(pair)
         if i % 5 == 4:
-            for flight in flights.pop(0):
-                flight.close("done")
-    for fleet in (*fleets, alone):
-        look(fleet)
-    for fleet in fleets:
+            for attempt in attempts.pop(0):
+                attempt.close("done")
+    for cluster in (*clusters, alone):
+        look(cluster)
+    for cluster in clusters:
         for name in EXACT:
-            np.testing.assert_allclose(fleet.seen[name], alone.seen[name], err_msg=name)
-        np.testing.assert_allclose(work_now(fleet), work_now(alone))
-        assert fleet.seen_routers[0]["finished"] == alone.seen_routers[0]["finished"]
+            np.testing.assert_allclose(cluster.seen[name], alone.seen[name], err_msg=name)
+        np.testing.assert_allclose(work_now(cluster), work_now(alone))
+        assert cluster.seen_routers[0]["finished"] == alone.seen_routers[0]["finished"]
 
 
 def test_a_prompt_that_another_worker_has_sent_is_found() -> None:
@@ -91,10 +96,10 @@ def test_a_prompt_that_another_worker_has_sent_is_found() -> None:
     send(first, chat("long " * 400), 1).close("done")
     assert look(second, chat("long " * 400), "cache_aware") > 400
     assert second.replicas["in_flight"].sum() == 0
-    flight = send(second, chat("long " * 400), 1)
-    assert flight.cached > 400
-    flight.usage(2000, 1, 0)  # the server says otherwise: nothing breaks
-    flight.close("done")
+    attempt = send(second, chat("long " * 400), 1)
+    assert attempt.cached > 400
+    attempt.usage(2000, 1, 0)  # the server says otherwise: nothing breaks
+    attempt.close("done")
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -116,14 +121,14 @@ def test_nothing_is_left_of_a_worker_that_died() -> None:
         send(first, chat("long " * 400), replica)
     look(second)
     assert second.seen["in_flight"].sum() == 3
-    assert first.seat is not None
-    first.seat.books.clear(0)
+    assert first.worker_view is not None
+    first.worker_view.shared.clear(0)
     assert look(second, chat("long " * 400), "cache_aware") == 0
     for name in LEDGER:
         assert not second.seen[name].any(), name
     # And a new one in its place begins empty, however the old one left its rows.
     first.replicas["in_flight"] = 7
-    again = Fleet(SERVERS, Clock(), seat=first.seat)
+    again = ClusterState(SERVERS, Clock(), worker_view=first.worker_view)
     look(again)
     assert again.seen["in_flight"].sum() == 0
     send(again, chat("long " * 400), 1)
@@ -144,8 +149,8 @@ def test_metrics_of_the_worker_that_asked_last() -> None:
 
 def test_backends_are_added_as_long_as_there_is_room() -> None:
     first, second = workers(2)
-    assert first.seat is not None
-    for _ in range(first.seat.books.room - len(first)):
+    assert first.worker_view is not None
+    for _ in range(first.worker_view.shared.room - len(first)):
         first.add(SERVERS[0])
     look(first)
     look(second)  # it has not heard of them yet
@@ -154,7 +159,7 @@ def test_backends_are_added_as_long_as_there_is_room() -> None:
     assert len(first) == len(first.backends)
 
 
-def test_books_are_shared_with_processes() -> None:
+def test_state_is_shared_with_processes() -> None:
     first, second = workers(2)
     pid = os.fork()
     if pid == 0:

@@ -25,7 +25,7 @@ from tailrace.router.decide.chooser import Decision
 from tailrace.router.observe import logs
 from tailrace.router.observe.events import Telemetry
 from tailrace.router.serve_settings import ServeSettings
-from tailrace.router.state.attempt import Flight
+from tailrace.router.state.attempt import Attempt
 from tailrace.view.records import View
 
 Params = NDArray[np.float64]
@@ -81,13 +81,13 @@ class LiveRecorder(Recorder):
         """Wait for :meth:`over`, or for its return."""
         self._failed_at[request_id] = now
 
-    def over(self, flight: Flight, outcome: str) -> None:
+    def over(self, attempt: Attempt, outcome: str) -> None:
         """A request has ended for good."""
-        number = flight.arrival.id
+        number = attempt.arrival.id
         self._failed_at.pop(number, None)
-        at = flight.sent_at if flight.last_at is None else flight.last_at
-        if flight.first_at is not None:
-            self._book.first_token(number, flight.first_at)
+        at = attempt.sent_at if attempt.last_at is None else attempt.last_at
+        if attempt.first_at is not None:
+            self._book.first_token(number, attempt.first_at)
         self._book.ended(number, at, lost=outcome not in _NOT_LOST)
 
 
@@ -98,12 +98,12 @@ class Ends:
         self._telemetry, self._recorder = telemetry, recorder
 
     def request_done(
-        self, flight: Flight | None, status: int, outcome: str, path_kind: str
+        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
     ) -> None:
         """A request is over."""
-        if flight is not None:
-            self._recorder.over(flight, outcome)
-        self._telemetry.request_done(flight, status, outcome, path_kind)
+        if attempt is not None:
+            self._recorder.over(attempt, outcome)
+        self._telemetry.request_done(attempt, status, outcome, path_kind)
 
     def decided(self, decision: Decision) -> None:
         """A replica was chosen."""
@@ -189,7 +189,7 @@ class _Process:
         return {
             "router": self._router.status(),
             "open": len(self._recorder),
-            "hook_errors": self._router.plane.fleet.hook_errors,
+            "hook_errors": self._router.plane.cluster.hook_errors,
             "last_error": self._router.plane.chooser.last_error,
         }
 

@@ -1,6 +1,6 @@
 """What a Ray Serve handle knows of its replicas, as the records every policy reads.
 
-The fleet, its ledger, prefix index and guard are those of the live router (router/state/cluster.py,
+The state, its ledger, prefix index and guard are those of the live router (router/state/cluster.py,
 router/decide/chooser.py). Ray Serve tells when a request is sent and when it has ended, not when
 its first token comes: that moment is taken to be the one predicted, as for any answer that does not
 stream. Needs no Ray.
@@ -18,7 +18,7 @@ from tailrace.config import Replica, Settings, parse
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import BadRequest, RequestBody, read_request
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import PRIOR_OUTPUT_TOKENS, Arrival, Fleet, Flight
+from tailrace.router.state.cluster import PRIOR_OUTPUT_TOKENS, Arrival, Attempt, ClusterState
 from tailrace.view.records import NEVER
 
 #: Where a body of each shape would have been posted.
@@ -50,7 +50,7 @@ class ServeSettings(Settings):
 class Book:
     """Replicas and requests of one Ray Serve handle. Safe to use from several threads.
 
-    A replica has any key; the row it has in the fleet is free for another one once it is gone.
+    A replica has any key; the row it has in the cluster is free for another one once it is gone.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Book:
         self._settings = settings
         self._lock = threading.RLock()
         # One row to begin with, so that the chooser can be warmed up.
-        self.fleet = Fleet(
+        self.cluster = ClusterState(
             [self._backend()], clock, prior_output_tokens=settings.prior_output_tokens
         )
-        self.fleet.set_available(0, False)
-        self.chooser = Chooser(self.fleet, settings.choose)
+        self.cluster.set_available(0, False)
+        self.chooser = Chooser(self.cluster, settings.choose)
         self._rows: dict[Hashable, int] = {}
         self._free = [0]
         self._arrivals: dict[str, Arrival] = {}
-        self._flights: dict[str, Flight] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._routed: set[str] = set()
         self._ended_early: dict[str, Hashable] = {}
         self._told_of_routing = False
@@ -80,7 +80,7 @@ class Book:
     def in_flight(self) -> dict[Hashable, int]:
         """Requests at each replica that this handle sent and that have not ended."""
         with self._lock:
-            return {k: int(self.fleet.replicas[r]["in_flight"]) for k, r in self._rows.items()}
+            return {k: int(self.cluster.replicas[r]["in_flight"]) for k, r in self._rows.items()}
 
     # ---- replicas -------------------------------------------------------------------------------
 
@@ -96,9 +96,9 @@ class Book:
 
     def _row(self) -> int:
         if not self._free:
-            return self.fleet.add(self._backend())
+            return self.cluster.add(self._backend())
         row = self._free.pop(0)
-        self.fleet.replicas[row]["metrics_at"] = NEVER
+        self.cluster.replicas[row]["metrics_at"] = NEVER
         return row
 
     def lost(self, key: Hashable) -> None:
@@ -107,8 +107,8 @@ class Book:
             row = self._rows.pop(key, None)
             if row is None:
                 return
-            self.fleet.set_available(row, False)
-            self.fleet.forget(row)
+            self.cluster.set_available(row, False)
+            self.cluster.forget(row)
             self._free.append(row)
 
     def ongoing(self, key: Hashable, requests: int) -> None:
@@ -117,7 +117,7 @@ class Book:
             row = self._rows.get(key)
             if row is not None:
                 running = min(requests, self._settings.server.batch_cap)
-                self.fleet.scraped(row, requests - running, running, None)
+                self.cluster.scraped(row, requests - running, running, None)
 
     def stats(self, key: Hashable, figures: Mapping[str, Any]) -> None:
         """A replica has told ``waiting`` and ``running`` (requests) and ``kv_used`` (0 to 1)."""
@@ -125,7 +125,7 @@ class Book:
         with self._lock:
             row = self._rows.get(key)
             if row is not None:
-                self.fleet.scraped(row, *found)
+                self.cluster.scraped(row, *found)
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -140,10 +140,10 @@ class Book:
         with self._lock:
             self._close(request, "backend_failed")
             if request not in self._arrivals:
-                self._arrivals[request] = self.fleet.arrive(asked())
+                self._arrivals[request] = self.cluster.arrive(asked())
             arrival = self._arrivals[request]
             for key, row in self._rows.items():
-                self.fleet.set_available(row, key not in full)
+                self.cluster.set_available(row, key not in full)
             decision = self.chooser.choose(arrival)
             if decision is None:
                 return list(self._rows)
@@ -151,41 +151,41 @@ class Book:
             scores = np.where(np.isnan(decision.scores), np.inf, decision.scores)
             rows = sorted(
                 keys,
-                key=lambda r: (r != decision.replica, not self.fleet.available(r), scores[r], r),
+                key=lambda r: (r != decision.replica, not self.cluster.available(r), scores[r], r),
             )
-            self._flights[request] = self.fleet.open(arrival, decision.replica, decision)
+            self._attempts[request] = self.cluster.open(arrival, decision.replica, decision)
             return [keys[row] for row in rows]
 
     def routed(self, request: str, key: Hashable) -> None:
         """A replica has accepted a request, perhaps not the one it was meant for."""
         with self._lock:
             self._told_of_routing = True
-            flight, row = self._flights.get(request), self._rows.get(key)
-            if flight is None or row is None:
+            attempt, row = self._attempts.get(request), self._rows.get(key)
+            if attempt is None or row is None:
                 return
             self._routed.add(request)
-            if flight.replica != row:
-                flight.close("backend_failed")
-                moved = self.fleet.open(flight.arrival, row, flight.decision)
-                self._flights[request] = moved
+            if attempt.replica != row:
+                attempt.close("backend_failed")
+                moved = self.cluster.open(attempt.arrival, row, attempt.decision)
+                self._attempts[request] = moved
             if self._ended_early.get(request) == key:
                 self.ended(request, key)
 
     def ended(self, request: str, key: Hashable) -> None:
         """A request has ended at a replica, or has been turned away by it."""
         with self._lock:
-            flight = self._flights.get(request)
-            if flight is None:
+            attempt = self._attempts.get(request)
+            if attempt is None:
                 return
             if self._told_of_routing and request not in self._routed:
                 # Turned away, and chosen for again; or so quick that this comes before the news
                 # that it was accepted.
                 self._ended_early[request] = key
                 return
-            if self._rows.get(key, flight.replica) != flight.replica:
+            if self._rows.get(key, attempt.replica) != attempt.replica:
                 return
             # How long the answer was is not known: as long as expected.
-            flight.usage(None, round(flight.predicted), None)
+            attempt.usage(None, round(attempt.predicted), None)
             self._close(request, "done")
             self._forget(request)
 
@@ -197,9 +197,9 @@ class Book:
                 self._forget(request)
 
     def _close(self, request: str, outcome: str) -> None:
-        flight = self._flights.pop(request, None)
-        if flight is not None:
-            flight.close(outcome)
+        attempt = self._attempts.pop(request, None)
+        if attempt is not None:
+            attempt.close(outcome)
         self._routed.discard(request)
         self._ended_early.pop(request, None)
 

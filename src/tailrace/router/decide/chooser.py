@@ -30,9 +30,9 @@ from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state import kernels as k
 from tailrace.router.state import shared_kernels
 from tailrace.router.state.attempt import Decision
-from tailrace.router.state.cluster import Arrival, Fleet
+from tailrace.router.state.cluster import Arrival, ClusterState
 from tailrace.router.state.eviction import evict_until
-from tailrace.router.state.shared_state import new_books
+from tailrace.router.state.shared_state import new_shared_state
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA
 
@@ -82,7 +82,7 @@ class ChooserSettings(Settings):
         return self
 
 
-class _Seat(NamedTuple):
+class _Role(NamedTuple):
     """A policy in one of its roles."""
 
     policy: Policy
@@ -97,9 +97,11 @@ class _Seat(NamedTuple):
 class Chooser:
     """Chooses replicas. It never raises and never returns a replica that is not available."""
 
-    def __init__(self, fleet: Fleet, settings: ChooserSettings, *, warm_up: bool = True) -> None:
+    def __init__(
+        self, cluster: ClusterState, settings: ChooserSettings, *, warm_up: bool = True
+    ) -> None:
         """Load the policies and compile everything, so that the first request need not wait."""
-        self.fleet = fleet
+        self.cluster = cluster
         self.settings = settings
         self.counts: Counter[str] = Counter()
         """Decisions, "fallback_CAUSE", "canary", "shadow" and "shadow_differs"."""
@@ -112,10 +114,10 @@ class Chooser:
                 f"fallback '{settings.fallback}' must be a built-in rule; see `tailrace policies`"
             )
         self._fallback = fallback
-        self._main = self._seat(settings.policy, k.MAIN)
-        self._canary = self._seat(settings.canary, k.CANARY) if settings.canary else None
-        self._shadow = self._seat(settings.shadow, k.SHADOW) if settings.shadow else None
-        self._scores = np.zeros((4, len(fleet)))
+        self._main = self._role(settings.policy, k.MAIN)
+        self._canary = self._role(settings.canary, k.CANARY) if settings.canary else None
+        self._shadow = self._role(settings.shadow, k.SHADOW) if settings.shadow else None
+        self._scores = np.zeros((4, len(cluster)))
         self._whole = np.zeros(k.CACHED + 1, np.int64)
         self._figures = np.zeros(k.PREDICTED_OUTPUT + 1)
         self._strikes: Counter[int] = Counter()
@@ -129,25 +131,25 @@ class Chooser:
         return self._main.policy
 
     def close(self) -> None:
-        """Let go of the fleet, so that another chooser can take over."""
-        for seat in (self._main, self._canary, self._shadow):
-            if seat is not None:
-                self.fleet.unlisten(seat.policy)
+        """Let go of the cluster, so that another chooser can take over."""
+        for role in (self._main, self._canary, self._shadow):
+            if role is not None:
+                self.cluster.unlisten(role.policy)
 
-    def _seat(self, name: str, row: int) -> _Seat:
+    def _role(self, name: str, row: int) -> _Role:
         policy = _usable(name)
-        call_hook(policy, "reset", len(self.fleet), 0)
+        call_hook(policy, "reset", len(self.cluster), 0)
         if not isinstance(policy, BuiltinPolicy):
-            self.fleet.listen(policy)
+            self.cluster.listen(policy)
             guard = self.settings.guard_ratio if self.settings.guard else _UNLIMITED
-            return _Seat(
+            return _Role(
                 policy, row, k.NO_RULE, _NO_PARAMS, policy.lowest_id_wins, _NO_BOUNDS, guard
             )
         bounds, guard = _NO_BOUNDS, _UNLIMITED
         if isinstance(policy, LearnedPolicy):
             bounds = training_range(policy, self.settings.range_deviations)
             guard = self.settings.guard_ratio if self.settings.guard else _UNLIMITED
-        return _Seat(
+        return _Role(
             policy, row, policy.rule.code, policy.params, policy.lowest_id_wins, bounds, guard
         )
 
@@ -156,12 +158,12 @@ class Chooser:
     def choose(self, arrival: Arrival, excluded: Collection[int] = ()) -> Decision | None:
         """Choose a replica for a request, none of ``excluded``; None: there is none available."""
         started = time.perf_counter()
-        fleet = self.fleet
+        cluster = self.cluster
         hidden: list[int] = []
         if excluded:
-            hidden = [r for r in excluded if 0 <= r < len(fleet) and fleet.available(r)]
+            hidden = [r for r in excluded if 0 <= r < len(cluster) and cluster.available(r)]
             for r in hidden:
-                fleet.set_available(r, False)
+                cluster.set_available(r, False)
         try:
             decision = self._decide(arrival, started)
         except Exception as error:  # a bug of ours must not stop the traffic
@@ -169,34 +171,34 @@ class Chooser:
             decision = self._plain_choice(arrival)
         finally:
             for r in hidden:
-                fleet.set_available(r, True)
+                cluster.set_available(r, True)
         if decision is not None:
             decision.took_s = time.perf_counter() - started
         return decision
 
     def _decide(self, arrival: Arrival, started: float) -> Decision | None:
-        fleet, scores = self.fleet, self._scores
-        if scores.shape[1] != len(fleet.epochs):
-            self._scores = scores = np.zeros((4, len(fleet)))
-        now = fleet.clock()
-        if fleet.due:
-            fleet.catch_up(now)
-        fleet.show_request(arrival, now)
-        seat = self._main if self._canary is None else self._seat_for(arrival)
-        if seat.code == k.NO_RULE:
+        cluster, scores = self.cluster, self._scores
+        if scores.shape[1] != len(cluster.epochs):
+            self._scores = scores = np.zeros((4, len(cluster)))
+        now = cluster.clock()
+        if cluster.due:
+            cluster.catch_up(now)
+        cluster.show_request(arrival, now)
+        role = self._main if self._canary is None else self._role_for(arrival)
+        if role.code == k.NO_RULE:
             self._show(arrival)
-            self._judge(seat, self._ask_python(seat, scores[k.SCORES]))
+            self._judge(role, self._ask_python(role, scores[k.SCORES]))
         else:
-            self._decide_compiled(seat, arrival)
+            self._decide_compiled(role, arrival)
             if time.perf_counter() - started > self.settings.limit_ms * 1e-3:
-                self._took_long(seat, arrival)
+                self._took_long(role, arrival)
         chosen, runner_up, cause, reason, _, feature, cached = self._whole.tolist()
         if chosen == NO_REPLICA:
             return None
         ours, theirs, ttft_s, arrival.predicted_output = self._figures.tolist()
         counts = self.counts
         counts["decisions"] += 1
-        if seat is self._canary:
+        if role is self._canary:
             counts["canary"] += 1
         used, fell_back = k.SCORES, None
         if cause != k.NO_CAUSE:
@@ -205,25 +207,25 @@ class Chooser:
             if cause == k.CAUSE_RANGE:
                 self.out_of_range[FEATURE_NAMES[feature]] += 1
         decision = Decision(
-            chosen, seat.policy.name, scores[used].copy(), runner_up,
+            chosen, role.policy.name, scores[used].copy(), runner_up,
             phrase(reason, ours, theirs), fell_back, None, 0.0, cached, ttft_s,
         )  # fmt: skip
         if self._shadow is not None:
             self._ask_shadow(self._shadow, decision)
         return decision
 
-    def _took_long(self, seat: _Seat, arrival: Arrival) -> None:
+    def _took_long(self, role: _Role, arrival: Arrival) -> None:
         """Decide again, and let the rule decide if it is the policy that takes so long.
 
         That others had the processor meanwhile is no reason, so this thread's own time counts; to
         ask for it at every decision would take longer than most of them.
         """
         started = time.thread_time()
-        self._decide_compiled(seat, arrival)
+        self._decide_compiled(role, arrival)
         if time.thread_time() - started > self.settings.limit_ms * 1e-3:
-            self._judge(seat, k.CAUSE_TIME)
+            self._judge(role, k.CAUSE_TIME)
 
-    def _seat_for(self, arrival: Arrival) -> _Seat:
+    def _role_for(self, arrival: Arrival) -> _Role:
         share = self.settings.canary_share
         if self._canary is None or share <= 0:
             return self._main
@@ -234,69 +236,71 @@ class Chooser:
         return self._canary if part < share else self._main
 
     def _show(self, arrival: Arrival) -> None:
-        fleet, runs = self.fleet, arrival.runs
-        if fleet.seat is not None:
-            books = fleet.seat.books
+        cluster, runs = self.cluster, arrival.runs
+        if cluster.worker_view is not None:
+            shared = cluster.worker_view.shared
             shared_kernels.gather(
-                fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
-                books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.caching,
-                fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
-                fleet.counter.units_per_token, fleet.prior_output_tokens,
+                cluster.request, cluster.worker_view.worker, shared.replicas, shared.routers,
+                shared.entries, shared.slots, shared.totals, cluster.seen, cluster.seen_routers,
+                cluster.caching, cluster.answers, runs.keys, runs.units, runs.branch_at, runs.total,
+                cluster.counter.units_per_token, cluster.prior_output_tokens,
                 _most_output(arrival.asked),
             )  # fmt: skip
             return
-        index = fleet.index
+        index = cluster.index
         k.show(
-            fleet.request, fleet.replicas, fleet.routers, index.entries, index.slots, index.totals,
-            fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
-            fleet.counter.units_per_token, fleet.prior_output_tokens, _most_output(arrival.asked),
+            cluster.request, cluster.replicas, cluster.routers, index.entries, index.slots,
+            index.totals, cluster.caching, cluster.answers, runs.keys, runs.units, runs.branch_at,
+            runs.total, cluster.counter.units_per_token, cluster.prior_output_tokens,
+            _most_output(arrival.asked),
         )  # fmt: skip
 
-    def _judge(self, seat: _Seat, cause: int) -> None:
-        fleet, fallback = self.fleet, self._fallback
+    def _judge(self, role: _Role, cause: int) -> None:
+        cluster, fallback = self.cluster, self._fallback
         k.judge(
-            fleet.request, fleet.seen, fleet.costs, fleet.seen_routers, seat.row, seat.code,
-            seat.params, seat.lowest_id_wins, fallback.rule.code, fallback.params,
-            fallback.lowest_id_wins, cause, seat.bounds, seat.guard_ratio, self.settings.guard_s,
+            cluster.request, cluster.seen, cluster.costs, cluster.seen_routers, role.row, role.code,
+            role.params, role.lowest_id_wins, fallback.rule.code, fallback.params,
+            fallback.lowest_id_wins, cause, role.bounds, role.guard_ratio, self.settings.guard_s,
             self._scores, self._whole, self._figures,
         )  # fmt: skip
 
-    def _decide_compiled(self, seat: _Seat, arrival: Arrival) -> None:
+    def _decide_compiled(self, role: _Role, arrival: Arrival) -> None:
         """:meth:`_show` and :meth:`_judge` in one."""
-        fleet, runs, fallback = self.fleet, arrival.runs, self._fallback
-        if fleet.seat is not None:
-            books = fleet.seat.books
+        cluster, runs, fallback = self.cluster, arrival.runs, self._fallback
+        if cluster.worker_view is not None:
+            shared = cluster.worker_view.shared
             shared_kernels.decide(
-                fleet.request, fleet.seat.worker, books.replicas, books.routers, books.entries,
-                books.slots, books.totals, fleet.seen, fleet.seen_routers, fleet.costs,
-                fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at, runs.total,
-                fleet.counter.units_per_token, fleet.prior_output_tokens,
-                _most_output(arrival.asked), seat.row, seat.code, seat.params, seat.lowest_id_wins,
-                fallback.rule.code,
-                fallback.params, fallback.lowest_id_wins, seat.bounds, seat.guard_ratio,
-                self.settings.guard_s, self._scores, self._whole, self._figures,
+                cluster.request, cluster.worker_view.worker, shared.replicas, shared.routers,
+                shared.entries, shared.slots, shared.totals, cluster.seen, cluster.seen_routers,
+                cluster.costs, cluster.caching, cluster.answers, runs.keys, runs.units,
+                runs.branch_at, runs.total, cluster.counter.units_per_token,
+                cluster.prior_output_tokens, _most_output(arrival.asked), role.row, role.code,
+                role.params, role.lowest_id_wins, fallback.rule.code, fallback.params,
+                fallback.lowest_id_wins, role.bounds, role.guard_ratio, self.settings.guard_s,
+                self._scores, self._whole, self._figures,
             )  # fmt: skip
             return
-        index = fleet.index
+        index = cluster.index
         k.decide(
-            fleet.request, fleet.replicas, fleet.costs, fleet.routers, index.entries, index.slots,
-            index.totals, fleet.caching, fleet.answers, runs.keys, runs.units, runs.branch_at,
-            runs.total, fleet.counter.units_per_token, fleet.prior_output_tokens,
-            _most_output(arrival.asked), seat.row, seat.code, seat.params, seat.lowest_id_wins,
-            fallback.rule.code, fallback.params, fallback.lowest_id_wins, seat.bounds,
-            seat.guard_ratio, self.settings.guard_s, self._scores, self._whole, self._figures,
+            cluster.request, cluster.replicas, cluster.costs, cluster.routers, index.entries,
+            index.slots, index.totals, cluster.caching, cluster.answers, runs.keys, runs.units,
+            runs.branch_at, runs.total, cluster.counter.units_per_token,
+            cluster.prior_output_tokens, _most_output(arrival.asked), role.row, role.code,
+            role.params, role.lowest_id_wins, fallback.rule.code, fallback.params,
+            fallback.lowest_id_wins, role.bounds, role.guard_ratio, self.settings.guard_s,
+            self._scores, self._whole, self._figures,
         )  # fmt: skip
 
     # ---- policies written in Python -------------------------------------------------------------
 
-    def _ask_python(self, seat: _Seat, scores: NDArray[np.float64]) -> int:
+    def _ask_python(self, role: _Role, scores: NDArray[np.float64]) -> int:
         """Let a user's policy fill ``scores`` [n]; return why it could not, if so."""
         started = time.perf_counter()
-        if self._resting_until.get(seat.row, 0.0) > started:
+        if self._resting_until.get(role.row, 0.0) > started:
             return k.CAUSE_TIME
         cause = k.NO_CAUSE
         try:
-            scores[:] = checked_scores(seat.policy, self._copy_of_view(seat.row))
+            scores[:] = checked_scores(role.policy, self._copy_of_view(role.row))
         except Exception as error:
             self._failed(error)
             cause = k.CAUSE_ERROR
@@ -304,27 +308,27 @@ class Chooser:
         if cause == k.NO_CAUSE and ended - started > self.settings.limit_ms * 1e-3:
             cause = k.CAUSE_TIME
         if cause == k.NO_CAUSE:
-            self._strikes[seat.row] = 0
+            self._strikes[role.row] = 0
             return cause
-        self._strikes[seat.row] += 1
-        if self._strikes[seat.row] >= _STRIKES:
-            self._resting_until[seat.row] = ended + _REST_S
+        self._strikes[role.row] += 1
+        if self._strikes[role.row] >= _STRIKES:
+            self._resting_until[role.row] = ended + _REST_S
         return cause
 
     def _copy_of_view(self, row: int) -> View:
         """What the router sees, for code that might write to it."""
-        fleet = self.fleet
-        router = fleet.seen_routers[row]
-        return View(fleet.request.copy()[0], fleet.seen.copy(), fleet.costs, router)
+        cluster = self.cluster
+        router = cluster.seen_routers[row]
+        return View(cluster.request.copy()[0], cluster.seen.copy(), cluster.costs, router)
 
-    def _ask_shadow(self, seat: _Seat, decision: Decision) -> None:
-        fleet, scores = self.fleet, self._scores[k.SHADOW_SCORES]
-        if seat.code == k.NO_RULE and self._ask_python(seat, scores) != k.NO_CAUSE:
+    def _ask_shadow(self, role: _Role, decision: Decision) -> None:
+        cluster, scores = self.cluster, self._scores[k.SHADOW_SCORES]
+        if role.code == k.NO_RULE and self._ask_python(role, scores) != k.NO_CAUSE:
             self.counts["shadow_failed"] += 1
             return
         choice = k.rate(
-            fleet.request, fleet.seen, fleet.costs, fleet.seen_routers, seat.row, seat.code,
-            seat.params, scores, seat.lowest_id_wins,
+            cluster.request, cluster.seen, cluster.costs, cluster.seen_routers, role.row, role.code,
+            role.params, scores, role.lowest_id_wins,
         )  # fmt: skip
         decision.shadow = int(choice)
         decision.shadow_ttft_s = float(self._scores[k.TTFT, choice]) - decision.ttft_s
@@ -339,7 +343,7 @@ class Chooser:
 
     def _plain_choice(self, arrival: Arrival) -> Decision | None:
         """Fewest requests in flight, by nothing that could fail."""
-        replicas = self.fleet.replicas
+        replicas = self.cluster.replicas
         usable = np.flatnonzero(replicas["available"] != 0)
         if usable.size == 0:
             return None
@@ -347,17 +351,17 @@ class Chooser:
         self.counts["fallback_error"] += 1
         scores = np.where(replicas["available"] != 0, replicas["in_flight"], np.inf)
         chosen = int(np.argmin(scores))
-        cached = self.fleet.cached_on(arrival, chosen)
+        cached = self.cluster.cached_on(arrival, chosen)
         reason = "fewest requests in flight"
         name = self._main.policy.name
         return Decision(chosen, name, scores, NO_REPLICA, reason, "error", cached=cached)
 
     def _warm_up(self) -> None:
-        """Play one request on a fleet of our own through all that is compiled."""
-        backends, seat = self.fleet.backends[:1] * 2, self.fleet.seat
-        if seat is not None:
-            seat = new_books(backends, 2).of(0)
-        toy = Fleet(backends, self.fleet.clock, seat=seat)
+        """Play one request on a cluster of our own through all that is compiled."""
+        backends, worker_view = self.cluster.backends[:1] * 2, self.cluster.worker_view
+        if worker_view is not None:
+            worker_view = new_shared_state(backends, 2).of(0)
+        toy = ClusterState(backends, self.cluster.clock, worker_view=worker_view)
         for settings in (
             ChooserSettings(policy=self.settings.fallback, shadow=self.settings.fallback),
             self.settings.model_copy(update={"policy": self.settings.fallback}),
@@ -369,13 +373,13 @@ class Chooser:
                 decision = chooser.choose(arrival)
                 chooser._judge(chooser._main, k.CAUSE_TIME)
                 assert decision is not None
-                flight = toy.open(arrival, decision.replica, decision)
+                attempt = toy.open(arrival, decision.replica, decision)
                 toy.cached_on(arrival, 0)
-                flight.tokens(1)
-                flight.usage(8, 1, 0)
-                flight.close("done")
-                flight = toy.open(arrival, decision.replica, decision)
-                flight.close("done")
+                attempt.tokens(1)
+                attempt.usage(8, 1, 0)
+                attempt.close("done")
+                attempt = toy.open(arrival, decision.replica, decision)
+                attempt.close("done")
         toy.arrive(RequestBody("chat", data=np.zeros(8, np.uint8)))
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index

@@ -33,7 +33,7 @@ from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.router.intake.hashing import keyed
 from tailrace.router.intake.prompt_blocks import BLOCK_UNITS
-from tailrace.router.state.cluster import Flight
+from tailrace.router.state.cluster import Attempt
 
 FORMAT = 1
 PREFIX, SUFFIX = "decisions-", ".jsonl"
@@ -45,7 +45,7 @@ _MOST_PENDING = 64 << 20
 _WRITE_S = 0.2
 _RETRY_S = 5.0
 _LONGEST_NAME = 128
-#: Flights whose lines are made together.
+#: Attempts whose lines are made together.
 _BATCH = 32
 #: Of gzip: most of a line are hashes, which more effort makes no smaller.
 COMPRESSION = 1
@@ -94,7 +94,7 @@ class DecisionLog:
     """Writes decisions. Without a folder it does nothing."""
 
     def __init__(self, settings: DecisionLogSettings, salt: bytes, *, clock_now: float) -> None:
-        """``clock_now``: the time of the fleet's clock at this moment, s."""
+        """``clock_now``: the time of the cluster's clock at this moment, s."""
         self.settings = settings
         self.written = 0
         """Lines on disk or on their way to it."""
@@ -107,7 +107,7 @@ class DecisionLog:
         digest = hashlib.blake2b(b"content", digest_size=16, key=salt).digest()
         self._content_key = np.frombuffer(digest, np.uint64)
         self._hashed = np.empty(64, np.uint64)
-        self._flights: list[tuple[Flight, str]] = []
+        self._attempts: list[tuple[Attempt, str]] = []
         self._lines: deque[list[bytes]] = deque()
         self._pending = 0  # bytes put in by the event loop ...
         self._taken = 0  # ... and taken out by the thread
@@ -124,30 +124,30 @@ class DecisionLog:
             self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
             self._thread.start()
 
-    def write(self, flight: Flight, outcome: str) -> None:
-        """Write a flight that has been closed."""
+    def write(self, attempt: Attempt, outcome: str) -> None:
+        """Write an attempt that has been closed."""
         if self._thread is None:
             return
-        flights = self._flights
-        flights.append((flight, outcome))
-        if len(flights) >= _BATCH:
+        attempts = self._attempts
+        attempts.append((attempt, outcome))
+        if len(attempts) >= _BATCH:
             self.flush()
 
     def flush(self) -> None:
-        """Make the lines of all flights so far; called a few times per second."""
-        flights = self._flights
-        if not flights:
+        """Make the lines of all attempts so far; called a few times per second."""
+        attempts = self._attempts
+        if not attempts:
             return
-        self._flights = []
+        self._attempts = []
         if self._pending - self._taken > _MOST_PENDING:
-            self.dropped += len(flights)
+            self.dropped += len(attempts)
             return
         record, newline = self.record, orjson.OPT_APPEND_NEWLINE
         try:
-            lines = [orjson.dumps(record(*closed), option=newline) for closed in flights]
+            lines = [orjson.dumps(record(*closed), option=newline) for closed in attempts]
         except Exception as error:  # a bug of ours must not stop the traffic
             self.last_error = str(error)
-            self.dropped += len(flights)
+            self.dropped += len(attempts)
             return
         self._pending += sum(map(len, lines))
         self._lines.append(lines)
@@ -272,18 +272,18 @@ class DecisionLog:
 
     # ---- a line ---------------------------------------------------------------------------------
 
-    def record(self, flight: Flight, outcome: str) -> dict[str, Any]:
-        """Return what is written of a flight; times are Unix times in s."""
-        arrival, decision, offset_s = flight.arrival, flight.decision, self._offset_s
-        asked, first_at, last_at = arrival.asked, flight.first_at, flight.last_at
-        prompt, known = flight.known_prompt_tokens
+    def record(self, attempt: Attempt, outcome: str) -> dict[str, Any]:
+        """Return what is written of an attempt; times are Unix times in s."""
+        arrival, decision, offset_s = attempt.arrival, attempt.decision, self._offset_s
+        asked, first_at, last_at = arrival.asked, attempt.first_at, attempt.last_at
+        prompt, known = attempt.known_prompt_tokens
         record: dict[str, Any] = {
             "id": f"{self._boot}-{arrival.id}",
-            "attempt": flight.serial & 0xFF,
+            "attempt": attempt.serial & 0xFF,
             "kind": asked.kind,
             "model": asked.model[:_LONGEST_NAME],
             "policy": decision.policy,
-            "replica": flight.replica,
+            "replica": attempt.replica,
             "runner_up": decision.runner_up,
             "reason": decision.reason,
             "fell_back": decision.fell_back,
@@ -295,20 +295,20 @@ class DecisionLog:
             "prompt_known": known,
             "prompt_routed": arrival.prompt_tokens,
             "prompt_routed_by": arrival.how_long,
-            "predicted_output": flight.predicted,
-            "output_tokens": flight.output_tokens,
-            "cached_believed": flight.cached,
-            "cached_reported": flight.reported_cached,
+            "predicted_output": attempt.predicted,
+            "output_tokens": attempt.output_tokens,
+            "cached_believed": attempt.cached,
+            "cached_reported": attempt.reported_cached,
             "arrived": arrival.arrived_at + offset_s,
-            "sent": flight.sent_at + offset_s,
+            "sent": attempt.sent_at + offset_s,
             "first": None if first_at is None else first_at + offset_s,
             "last": None if last_at is None else last_at + offset_s,
-            "estimated": flight.estimated,
+            "estimated": attempt.estimated,
             "outcome": outcome,
             "streams": asked.streams,
             "priority": asked.priority,
             "ttft_slo_s": asked.ttft_slo_s,
-            "session": self._session(flight),
+            "session": self._session(attempt),
             "turn": arrival.turn,
         }
         if self.settings.content:
@@ -327,8 +327,8 @@ class DecisionLog:
             record["blocks"] = b2a_base64(data[: 8 * runs.whole], newline=False).decode()
         return record
 
-    def _session(self, flight: Flight) -> str | None:
-        arrival = flight.arrival
+    def _session(self, attempt: Attempt) -> str | None:
+        arrival = attempt.arrival
         session = arrival.asked.session
         if session is not None:
             name = session.encode(errors="surrogatepass")

@@ -3,16 +3,16 @@
 from typing import Protocol
 
 from tailrace.router.decide.chooser import Decision
-from tailrace.router.state.cluster import Flight
+from tailrace.router.state.cluster import Attempt
 
 
 class Telemetry(Protocol):
     """Who counts what happens. Replicas are given by number."""
 
     def request_done(
-        self, flight: Flight | None, status: int, outcome: str, path_kind: str
+        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
     ) -> None:
-        """A request is over; no flight: it was not routed, or is over before it was sent."""
+        """A request is over; no attempt: it was not routed, or is over before it was sent."""
 
     def decided(self, decision: Decision) -> None:
         """A replica was chosen."""
@@ -31,7 +31,7 @@ class NoTelemetry:
     """Counts nothing."""
 
     def request_done(
-        self, flight: Flight | None, status: int, outcome: str, path_kind: str
+        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
     ) -> None:
         """Do nothing."""
 

@@ -202,7 +202,7 @@ class Exporter(Collector):
         yield from self._replicas(router)
 
     def _replicas(self, router: "Router") -> Iterator[Metric]:
-        fleet, scraper = router.plane.fleet, router.scraper
+        cluster, scraper = router.plane.cluster, router.scraper
         now = self._telemetry.clock()
         present = router.plane.present
 
@@ -219,12 +219,14 @@ class Exporter(Collector):
             return lambda target: getattr(scraper.snapshots.get(target.index), name, None)
 
         def age(target: "Target") -> float | None:
-            taken_at = float(fleet.replicas["metrics_at"][target.index])
+            taken_at = float(cluster.replicas["metrics_at"][target.index])
             return max(0.0, now - taken_at) if taken_at > float("-inf") else None
 
         yield each("in_flight", "Requests under way there", lambda t: t.active)
         yield each(
-            "queued", "Those without a token yet", lambda t: int(fleet.replicas["queued"][t.index])
+            "queued",
+            "Those without a token yet",
+            lambda t: int(cluster.replicas["queued"][t.index]),
         )
         yield each("available", "Whether it may get requests", lambda t: int(t.health.available))
         yield each("draining", "Whether it is being drained", lambda t: int(t.health.draining))
@@ -259,7 +261,7 @@ class Exporter(Collector):
         yield each(
             "index_tokens",
             "Tokens that the router's prefix index holds for it",
-            lambda t: int(fleet.index.totals["held_tokens"][t.index] / fleet.units_per_token),
+            lambda t: int(cluster.index.totals["held_tokens"][t.index] / cluster.units_per_token),
         )
 
 

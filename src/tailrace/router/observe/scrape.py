@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pydantic import Field
 
 from tailrace.config import Settings
-from tailrace.router.state.cluster import Fleet
+from tailrace.router.state.cluster import ClusterState
 
 Fetch = Callable[[int, str], Awaitable[bytes]]
 
@@ -140,9 +140,11 @@ class ScrapeSettings(Settings):
 class Scraper:
     """Asks every replica for its metrics at an interval, all of them at the same time."""
 
-    def __init__(self, fleet: Fleet, fetch: Fetch, settings: ScrapeSettings | None = None) -> None:
+    def __init__(
+        self, cluster: ClusterState, fetch: Fetch, settings: ScrapeSettings | None = None
+    ) -> None:
         """``fetch`` gets a path of a replica and returns the body of its answer, or raises."""
-        self.fleet = fleet
+        self.cluster = cluster
         self.fetch = fetch
         self.settings = settings or ScrapeSettings()
         self.snapshots: dict[int, Snapshot] = {}
@@ -159,14 +161,14 @@ class Scraper:
             return
         async with asyncio.TaskGroup() as group:
             while True:
-                for r in range(len(self.fleet)):
+                for r in range(len(self.cluster)):
                     if r not in self.skip and r not in self._asking:
                         group.create_task(self._ask(r))
                 await asyncio.sleep(self.settings.interval_s)
 
     async def scrape(self) -> None:
         """Ask every replica once and enter what they say."""
-        asked = (r for r in range(len(self.fleet)) if r not in self.skip)
+        asked = (r for r in range(len(self.cluster)) if r not in self.skip)
         await asyncio.gather(*(self._ask(r) for r in asked))
 
     async def _ask(self, replica: int) -> None:
@@ -188,6 +190,6 @@ class Scraper:
             self._count_failure(replica)
             return
         self.snapshots[replica] = snapshot
-        self.fleet.scraped(replica, snapshot.waiting, snapshot.running, snapshot.kv_used)
+        self.cluster.scraped(replica, snapshot.waiting, snapshot.running, snapshot.kv_used)
         if snapshot.kv_tokens is not None:
-            self.fleet.set_capacity(replica, snapshot.kv_tokens, snapshot.block_size)
+            self.cluster.set_capacity(replica, snapshot.kv_tokens, snapshot.block_size)

@@ -70,7 +70,7 @@ class Status:
         router = t.router
         if router is None:
             return {"version": __version__, "state": "starting"}
-        chooser, counter = router.plane.chooser, router.plane.fleet.counter
+        chooser, counter = router.plane.chooser, router.plane.cluster.counter
         outcomes: Counter[str] = Counter()
         for (_, _, outcome, _), n in t.requests.items():
             outcomes[outcome] += n
@@ -140,8 +140,8 @@ class Status:
     def _replicas(self, router: "Router", now: float) -> list[dict[str, Any]]:
         decided = self._telemetry.slots.decided(WINDOWS["1m"])
         total = decided.total()
-        views, index = router.plane.fleet.replicas, router.plane.fleet.index
-        units_per_token = router.plane.fleet.units_per_token
+        views, index = router.plane.cluster.replicas, router.plane.cluster.index
+        units_per_token = router.plane.cluster.units_per_token
         found = []
         for target in router.plane.present:
             r, health = target.index, target.health

@@ -32,7 +32,7 @@ from tailrace.router.observe.rolling_window import Slots, bucket_of
 if TYPE_CHECKING:
     from tailrace.router.app import Router
     from tailrace.router.decide.chooser import Decision
-    from tailrace.router.state.cluster import Flight
+    from tailrace.router.state.cluster import Attempt
 
 __all__ = ["CONTENT_TYPE", "Telemetry"]
 
@@ -78,7 +78,7 @@ class ReplicaCounts:
 
 
 class Telemetry:
-    """Everything that is counted. Times are in s of ``clock``, which is the fleet's."""
+    """Everything that is counted. Times are in s of ``clock``, which is the cluster's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -137,36 +137,36 @@ class Telemetry:
         self.recent.append((now, decision))
 
     def request_done(
-        self, flight: "Flight | None", status: int, outcome: str, path_kind: str
+        self, attempt: "Attempt | None", status: int, outcome: str, path_kind: str
     ) -> None:
-        """A client's request is over; ``flight``: its last attempt, closed, if there was one."""
-        replica = _NOWHERE if flight is None else flight.replica
+        """A client's request is over; ``attempt``: its last attempt, closed, if there was one."""
+        replica = _NOWHERE if attempt is None else attempt.replica
         key = (path_kind, status, outcome, replica)
         if key not in self.requests:
             key = _closed_key(*key)
         self.requests[key] += 1
-        if flight is None:
+        if attempt is None:
             return
         if replica >= len(self.replicas):
             self.replicas += [ReplicaCounts() for _ in range(len(self.replicas), replica + 1)]
         counts = self.replicas[replica]
-        cached, output = flight.cached, flight.output_tokens
-        counts.prompt += flight.known_prompt_tokens[0]
+        cached, output = attempt.cached, attempt.output_tokens
+        counts.prompt += attempt.known_prompt_tokens[0]
         counts.output += output
         counts.believed += cached
-        if flight.reported_cached is not None:
+        if attempt.reported_cached is not None:
             counts.checked += cached
-            counts.reported += flight.reported_cached
-        arrived_at, slot = flight.arrival.arrived_at, self.slots.present
-        waited_s = flight.sent_at - arrived_at
+            counts.reported += attempt.reported_cached
+        arrived_at, slot = attempt.arrival.arrived_at, self.slots.present
+        waited_s = attempt.sent_at - arrived_at
         self.queue_wait.observe(waited_s if waited_s > 0 else 0.0)
         # An estimated first token counts for nothing.
-        first_at = None if flight.estimated else flight.first_at
+        first_at = None if attempt.estimated else attempt.first_at
         if first_at is not None:
             ttft_s = max(0.0, first_at - arrived_at)
             counts.ttft.observe(ttft_s)
             slot.ttft[bucket_of(ttft_s)] += 1
-        last_at = flight.last_at
+        last_at = attempt.last_at
         if outcome == "done" and last_at is not None:
             e2e_s = max(0.0, last_at - arrived_at)
             self.e2e.observe(e2e_s)
@@ -211,7 +211,7 @@ class Telemetry:
         self.slots.next(
             now,
             [target.active for target in plane.targets],
-            plane.fleet.replicas["queued"].tolist(),
+            plane.cluster.replicas["queued"].tolist(),
             len(self.router.forwarder.queue),
         )
 

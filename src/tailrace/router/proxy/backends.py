@@ -15,7 +15,7 @@ from tailrace.router.settings import BackendSettings
 
 if TYPE_CHECKING:
     from tailrace.router.decide.chooser import Chooser, Decision
-    from tailrace.router.state.cluster import Arrival, Fleet
+    from tailrace.router.state.cluster import Arrival, ClusterState
 
 _log = logging.getLogger("tailrace.router")
 
@@ -60,9 +60,11 @@ class Target:
 class Plane:
     """Backends, what is known of them, and who chooses."""
 
-    def __init__(self, settings: ServeSettings, fleet: "Fleet", chooser: "Chooser") -> None:
-        """Take the backends of the settings, in the fleet's order."""
-        self.fleet = fleet
+    def __init__(
+        self, settings: ServeSettings, cluster: "ClusterState", chooser: "Chooser"
+    ) -> None:
+        """Take the backends of the settings, in the cluster's order."""
+        self.cluster = cluster
         self.chooser = chooser
         self.full: set[int] = set()
         """Replicas that have as much as they may have for now."""
@@ -100,7 +102,7 @@ class Plane:
                 added.append(target.label)
                 target.health.remove(False)
         for backend in wanted.values():
-            target = Target(self.fleet.add(backend), backend, settings, self)
+            target = Target(self.cluster.add(backend), backend, settings, self)
             assert target.index == len(self.targets)
             self.targets.append(target)
             added.append(target.label)
@@ -157,9 +159,9 @@ class Plane:
             "replica is %s", state,
             extra={"replica": target.label, "why": target.health.breaker.reason},
         )  # fmt: skip
-        self.fleet.set_available(target.index, target.health.available)
+        self.cluster.set_available(target.index, target.health.available)
         if (state == OPEN and target.health.breaker.died) or target.health.removed:
-            self.fleet.forget(target.index)
+            self.cluster.forget(target.index)
         self._set_limit(target)
 
     def _set_limit(self, target: Target) -> None:

@@ -37,7 +37,7 @@ class Forwarder:
         self.decision_log = decision_log
         self.queue = Queue(settings.admission)
         self.budget = RetryBudget(settings.retry)
-        self.asker = Asker(plane.fleet.counter, settings.tokens)
+        self.asker = Asker(plane.cluster.counter, settings.tokens)
         self.active: set[Exchange] = set()
         self.now = 0.0
         """Coarse clock, s; set by the sweep."""
@@ -45,7 +45,7 @@ class Forwarder:
         self._id_count = 0
         self._kinds: dict[bytes, str] = {}
         # A local tokenizer needs the text as such.
-        self._read = read_body if plane.fleet.counter.reads_text else BodyReader().read
+        self._read = read_body if plane.cluster.counter.reads_text else BodyReader().read
 
     def start(self, request: Request) -> Exchange | None:
         """Begin with a client's request; None: it is answered already."""
@@ -61,7 +61,7 @@ class Forwarder:
                     self.telemetry.request_done(None, 400, "refused", kind)
                     request.client.answer(head, 400, error_body(400, str(error)))
                     return None
-                arrival = self.plane.fleet.arrive(asked, keep=True)
+                arrival = self.plane.cluster.arrive(asked, keep=True)
         self.budget.request()
         exchange = Exchange(self, request, kind, asked, arrival)
         self.active.add(exchange)

@@ -2,7 +2,7 @@
 
 An :class:`Exchange` is called by the client's connection, by the backend's connection and by a
 sweep a few times per second. No task and no timer belongs to it, so a request costs little. Each
-way out of it leads through ``_finish``, which closes the flight exactly once.
+way out of it leads through ``_finish``, which closes the attempt exactly once.
 """
 
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from tailrace.router.proxy.response_scan import TAIL_BYTES, find_usage
 if TYPE_CHECKING:
     from tailrace.router.decide.chooser import Decision
     from tailrace.router.proxy.dispatcher import Forwarder
-    from tailrace.router.state.cluster import Arrival, Flight
+    from tailrace.router.state.cluster import Arrival, Attempt
 
 #: A reused connection that fails this soon was being closed by an idle server, in s.
 STALE_S = 1.0
@@ -33,7 +33,7 @@ class Exchange:
 
     __slots__ = ("__weakref__", "_attempts", "_connection", "_f", "_failure", "_heard_at", "_kind",
                  "_paused", "_refreshed", "_relay", "_request", "_sent_at", "_started_at",
-                 "_target", "_timed_out", "_tried", "arrival", "asked", "decision", "flight", "id",
+                 "_target", "_timed_out", "_tried", "arrival", "asked", "attempt", "decision", "id",
                  "priority", "stage")  # fmt: skip
 
     def __init__(
@@ -52,7 +52,7 @@ class Exchange:
         self.id = forwarder.request_id(request)
         self.priority = asked.priority if asked is not None else 0
         self.stage = WAITING
-        self.flight: Flight | None = None
+        self.attempt: Attempt | None = None
         self.decision: Decision | None = None
         self._target: Target | None = None
         self._connection: UpstreamConnection | None = None
@@ -114,9 +114,9 @@ class Exchange:
         self._target = target
         target.begin()
         self._connect(fresh=False)
-        # Entered into the books only now: the server can begin meanwhile.
+        # Entered into the ledger only now: the server can begin meanwhile.
         if arrival is not None and decision is not None:
-            self.flight = plane.fleet.open(arrival, decision.replica, decision)
+            self.attempt = plane.cluster.open(arrival, decision.replica, decision)
             f.telemetry.decided(decision)
         return True
 
@@ -184,12 +184,12 @@ class Exchange:
         self._heard_at = f.now
         request = self._request
         keep = request.head.keep_alive and not request.client.closing
-        kind = self._kind if self.flight is not None else "other"
+        kind = self._kind if self.attempt is not None else "other"
         self._relay = Relay(head, request.head, kind, keep, self._extra_headers())
 
     def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
         """Pass a piece of the answer on, byte for byte."""
-        relay, target, flight = self._relay, self._target, self.flight
+        relay, target, attempt = self._relay, self._target, self.attempt
         connection = self._connection
         assert relay is not None
         assert target is not None
@@ -197,16 +197,16 @@ class Exchange:
         self._heard_at = self._f.now
         reader = connection.reader if connection is not None else None
         out, tokens = relay.piece(raw, parts, done, reader)
-        if tokens and flight is not None:
-            flight.tokens(tokens)
+        if tokens and attempt is not None:
+            attempt.tokens(tokens)
         client = self._request.client
         if out:
             client.write(out)
         if done:
             self._connection = None
             usage = relay.usage
-            if usage is not None and flight is not None:
-                flight.usage(*usage)
+            if usage is not None and attempt is not None:
+                attempt.usage(*usage)
             status = relay.status
             outcome = "done" if status < 400 else "rejected" if status < 500 else "backend_failed"
             self._finish(outcome, status)
@@ -220,7 +220,7 @@ class Exchange:
             if self.stage == STREAMING:
                 self.body(body, [body], True)
             return
-        f, target, flight, request = self._f, self._target, self.flight, self._request
+        f, target, attempt, request = self._f, self._target, self.attempt, self._request
         assert target is not None
         target.heard = True
         target.health.success(f.now)
@@ -236,10 +236,10 @@ class Exchange:
             b"%bcontent-length: %d\r\n%b%b\r\n%b"
             % (head.passed(), len(body), connection, self._extra_headers(), body)
         )
-        if flight is not None:
+        if attempt is not None:
             usage = find_usage(body if len(body) <= TAIL_BYTES else body[-TAIL_BYTES:])
             if usage is not None:
-                flight.usage(*usage)
+                attempt.usage(*usage)
         self._finish("done", status)
         client.end(keep=keep)
 
@@ -256,8 +256,8 @@ class Exchange:
         relay = self._relay
         if relay is not None and relay.said_done:
             # Clients may close at the end mark, before the body's last chunk.
-            if relay.usage is not None and self.flight is not None:
-                self.flight.usage(*relay.usage)
+            if relay.usage is not None and self.attempt is not None:
+                self.attempt.usage(*relay.usage)
             self._finish("done", relay.status)
         else:
             self._finish("client_gone", 499)
@@ -334,7 +334,7 @@ class Exchange:
         assert target is not None
         f.telemetry.retried(target.index, cause)
         response_headers.log_retry(self.id, target, why)
-        self._close_flight(outcome)
+        self._close_attempt(outcome)
         self._tried.append(target)
         self.stage = WAITING
         self._relay = None
@@ -372,12 +372,12 @@ class Exchange:
 
     # Accounts.
 
-    def _close_flight(self, outcome: str) -> None:
+    def _close_attempt(self, outcome: str) -> None:
         """This attempt is over."""
-        flight, self.flight = self.flight, None
-        if flight is not None:
-            flight.close(outcome)
-            self._f.decision_log.write(flight, outcome)
+        attempt, self.attempt = self.attempt, None
+        if attempt is not None:
+            attempt.close(outcome)
+            self._f.decision_log.write(attempt, outcome)
         target, self._target = self._target, None
         if target is not None:
             target.end()
@@ -389,11 +389,11 @@ class Exchange:
         self.stage = OVER
         f = self._f
         f.active.discard(self)
-        flight, target = self.flight, self._target
-        self._close_flight(outcome)
-        f.telemetry.request_done(flight, status, outcome, self._kind)
-        if outcome == "done" and flight is not None and flight.reported_prompt is None:
-            self._ask_length(flight, target)
+        attempt, target = self.attempt, self._target
+        self._close_attempt(outcome)
+        f.telemetry.request_done(attempt, status, outcome, self._kind)
+        if outcome == "done" and attempt is not None and attempt.reported_prompt is None:
+            self._ask_length(attempt, target)
         failed = outcome not in ("done", "client_gone", "rejected")
         if f.settings.log.requests or (failed and status != 429 and status >= 500):
             response_headers.log(
@@ -402,9 +402,9 @@ class Exchange:
         if len(f.queue):
             f.room()
 
-    def _ask_length(self, flight: "Flight", target: Target | None) -> None:
+    def _ask_length(self, attempt: "Attempt", target: Target | None) -> None:
         """Nobody has said how long the prompt was: the server may be asked, now that it is over."""
-        f, arrival = self._f, flight.arrival
+        f, arrival = self._f, attempt.arrival
         asked = arrival.asked
         if target is not None and not asked.has_media:
             f.asker.offer(target, self._kind, asked.model, self._request.body, arrival.size, f.now)

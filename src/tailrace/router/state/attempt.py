@@ -15,7 +15,7 @@ from tailrace.router.state.sessions import Session
 from tailrace.view.records import REPLICA_VIEW
 
 if TYPE_CHECKING:
-    from tailrace.router.state.cluster import Fleet
+    from tailrace.router.state.cluster import ClusterState
 
 #: Numbers per REPLICA_VIEW record, and where some of them stand in it.
 WIDTH = REPLICA_VIEW.itemsize // 8
@@ -52,7 +52,7 @@ class Decision:
 
 
 class Arrival:
-    """A request that has arrived. Times are in seconds of the fleet's clock."""
+    """A request that has arrived. Times are in seconds of the cluster's clock."""
 
     __slots__ = (
         "arrived_at", "asked", "attempts", "how_long", "id", "implicit", "predicted_output",
@@ -73,23 +73,25 @@ class Arrival:
     attempts: int  #: replicas it was sent to so far
 
 
-class Flight:
+class Attempt:
     """One request at one replica. Every method may be called more than once."""
 
     __slots__ = (
-        "_at", "_epoch", "_fleet", "_open", "answer_tokens", "answering", "arrival", "cached",
+        "_at", "_cluster", "_epoch", "_open", "answer_tokens", "answering", "arrival", "cached",
         "decision", "estimated", "first_at", "last_at", "outcome", "predicted", "prompt_tokens",
         "replica", "reported_cached", "reported_output", "reported_prompt", "sent_at", "serial",
         "streamed", "used_at",
     )  # fmt: skip
 
-    def __init__(self, fleet: "Fleet", arrival: Arrival, replica: int, decision: Decision) -> None:
+    def __init__(
+        self, cluster: "ClusterState", arrival: Arrival, replica: int, decision: Decision
+    ) -> None:
         """Enter the request into the ledger and its prompt into the prefix index."""
-        self._fleet = fleet
+        self._cluster = cluster
         self.arrival = arrival
         self.replica = replica
         self.decision = decision
-        self.sent_at = now = fleet.clock()
+        self.sent_at = now = cluster.clock()
         self.first_at: float | None = None
         self.last_at: float | None = None
         self.estimated = False  # whether first_at is an estimate
@@ -102,33 +104,33 @@ class Flight:
         self.prompt_tokens = arrival.prompt_tokens
         self.predicted = arrival.predicted_output
         self._open = True
-        self._epoch = fleet.epochs[replica]
+        self._epoch = cluster.epochs[replica]
         self._at = replica * WIDTH + CONTEXT
         self.serial = serial = (arrival.id << 8) | (arrival.attempts & 0xFF)
         arrival.attempts += 1
-        runs, index = arrival.runs, fleet.index
+        runs, index = arrival.runs, cluster.index
         self.cached = decision.cached
         if replica != decision.replica:
-            self.cached = fleet.cached_on(arrival, replica)
+            self.cached = cluster.cached_on(arrival, replica)
         self.used_at, self.answer_tokens = kernels.opened(
-            fleet.replicas, fleet.routers, index.entries, index.slots, index.totals, replica, now,
-            self.prompt_tokens, self.cached, self.predicted, runs.keys, runs.units, runs.branch_at,
-            runs.total, fleet.caching, fleet.counter.units_per_token,
+            cluster.replicas, cluster.routers, index.entries, index.slots, index.totals, replica,
+            now, self.prompt_tokens, self.cached, self.predicted, runs.keys, runs.units,
+            runs.branch_at, runs.total, cluster.caching, cluster.counter.units_per_token,
         )  # fmt: skip
-        waiting = fleet.waiting[replica]
+        waiting = cluster.waiting[replica]
         if not waiting:
-            fleet.times[replica * WIDTH + OLDEST] = now
+            cluster.times[replica * WIDTH + OLDEST] = now
         waiting[serial] = now
         self._enter_session()
         if not arrival.asked.streams:
             ttft_s = decision.ttft_s
             if ttft_s < _INF:
-                heapq.heappush(fleet.due, (now + ttft_s, serial, self))
-        if fleet.listeners:
-            fleet.tell("sent", replica, arrival.id, now)
+                heapq.heappush(cluster.due, (now + ttft_s, serial, self))
+        if cluster.listeners:
+            cluster.tell("sent", replica, arrival.id, now)
 
     def _enter_session(self) -> None:
-        arrival, sessions = self.arrival, self._fleet.sessions
+        arrival, sessions = self.arrival, self._cluster.sessions
         session, asked = arrival.session, arrival.asked
         if session is None:
             if not arrival.implicit or asked.kind not in ("chat", "response"):
@@ -153,31 +155,31 @@ class Flight:
             self._first(n)
             return
         self.streamed += n
-        fleet = self._fleet
-        if self._epoch == fleet.epochs[self.replica]:
-            fleet.cells[self._at] += n
+        cluster = self._cluster
+        if self._epoch == cluster.epochs[self.replica]:
+            cluster.cells[self._at] += n
 
     def _first(self, n: int) -> None:
-        fleet = self._fleet
-        self.first_at = now = fleet.clock()
+        cluster = self._cluster
+        self.first_at = now = cluster.clock()
         if self.answering:  # presumed before
             self.streamed += n
-            if self._epoch == fleet.epochs[self.replica]:
-                fleet.cells[self._at] += n
+            if self._epoch == cluster.epochs[self.replica]:
+                cluster.cells[self._at] += n
         else:
             self._answered(n)
-        if fleet.listeners:
-            fleet.tell("first_token", self.replica, self.arrival.id, now)
+        if cluster.listeners:
+            cluster.tell("first_token", self.replica, self.arrival.id, now)
 
     def _answered(self, n: int) -> None:
-        fleet = self._fleet
+        cluster = self._cluster
         self.answering = True
         self.streamed = n
-        if self._epoch == fleet.epochs[self.replica]:
+        if self._epoch == cluster.epochs[self.replica]:
             kernels.answered(
-                fleet.replicas, self.replica, self.prompt_tokens, self.cached, self.sent_at, n
+                cluster.replicas, self.replica, self.prompt_tokens, self.cached, self.sent_at, n
             )
-            fleet.left_queue(self.replica, self.serial)
+            cluster.left_queue(self.replica, self.serial)
 
     def _presume_first(self) -> None:
         """Its first token should have been computed by now, though nobody can see it."""
@@ -192,13 +194,13 @@ class Flight:
         if prompt is not None and prompt > 0 and self.reported_prompt is None:
             self.reported_prompt = prompt
             if self.arrival.size and not asked.has_media:
-                self._fleet.counter.learn(asked.model, self.arrival.size, prompt)
+                self._cluster.counter.learn(asked.model, self.arrival.size, prompt)
         if output is not None and output >= 0:
             self.reported_output = output
         if cached is not None and cached >= 0 and self.reported_cached is None:
             self.reported_cached = cached
-            if self._epoch == self._fleet.epochs[self.replica]:
-                self._fleet.corrected(self, cached)
+            if self._epoch == self._cluster.epochs[self.replica]:
+                self._cluster.corrected(self, cached)
 
     def close(self, outcome: str) -> None:
         """End it: "done", "client_gone", "backend_failed", "timeout" or "shed"."""
@@ -206,34 +208,34 @@ class Flight:
             return
         self._open = False
         self.outcome = outcome
-        fleet = self._fleet
-        self.last_at = now = fleet.clock()
+        cluster = self._cluster
+        self.last_at = now = cluster.clock()
         done = outcome == "done"
         each_s = 0.0
-        if self._epoch == fleet.epochs[self.replica]:
+        if self._epoch == cluster.epochs[self.replica]:
             each_s = self._leave_ledger(now, self.output_tokens if done else -1)
         if done and self.first_at is None:
             self.first_at, self.estimated = self._estimated_first(now, each_s), True
         if not self.arrival.asked.streams:
-            fleet.not_due()
-        if fleet.listeners:
+            cluster.not_due()
+        if cluster.listeners:
             hook = "finished" if done else "failed"
-            fleet.tell(hook, self.replica, self.arrival.id, now)
+            cluster.tell(hook, self.replica, self.arrival.id, now)
 
     def _leave_ledger(self, now: float, output: int) -> float:
-        """Take it out of the books; return the time of an iteration at the replica, s."""
-        fleet = self._fleet
-        arrival, index = self.arrival, fleet.index
+        """Take it out of the ledger; return the time of an iteration at the replica, s."""
+        cluster = self._cluster
+        arrival, index = self.arrival, cluster.index
         runs = arrival.runs
         if arrival.asked.kind == "embedding":
             output = -1  # no answer to learn the length of answers from
         each_s = kernels.ended(
-            fleet.request, fleet.replicas, fleet.costs, fleet.routers, index.entries, index.slots,
-            index.totals, self.replica, now, self.prompt_tokens, self.cached, self.predicted,
-            self.sent_at, int(self.answering), self.streamed, output, runs.keys, runs.units,
-            fleet.caching, fleet.counter.units_per_token,
+            cluster.request, cluster.replicas, cluster.costs, cluster.routers, index.entries,
+            index.slots, index.totals, self.replica, now, self.prompt_tokens, self.cached,
+            self.predicted, self.sent_at, int(self.answering), self.streamed, output, runs.keys,
+            runs.units, cluster.caching, cluster.counter.units_per_token,
         )  # fmt: skip
-        fleet.left_queue(self.replica, self.serial)
+        cluster.left_queue(self.replica, self.serial)
         return float(each_s)
 
     def _estimated_first(self, now: float, each_s: float) -> float:

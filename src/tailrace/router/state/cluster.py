@@ -1,7 +1,7 @@
 """What the live router knows of its replicas: the records every policy reads, kept up to date.
 
 A request is an :class:`Arrival` (length, content, session), then, for each replica it is sent to, a
-:class:`Flight`. The records are those of ``view/records.py`` and are changed by the functions of
+:class:`Attempt`. The records are those of ``view/records.py`` and are changed by the functions of
 the ledger and the prefix index alone, as in the simulator, so that a policy sees live what it saw
 in training.
 """
@@ -29,10 +29,10 @@ from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.intake.tokens import SERVER, TokenCounter
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels
-from tailrace.router.state.attempt import OLDEST, WIDTH, Arrival, Decision, Flight
+from tailrace.router.state.attempt import OLDEST, WIDTH, Arrival, Attempt, Decision
 from tailrace.router.state.eviction import evict_until
 from tailrace.router.state.sessions import Sessions, SharedSessions
-from tailrace.router.state.shared_state import ROUTER_ROWS, Seat, index_entries
+from tailrace.router.state.shared_state import ROUTER_ROWS, WorkerView, index_entries
 from tailrace.sim.allocation import is_caching
 from tailrace.sim.reference.routing import replica_views
 from tailrace.view import ledger, prefix_index
@@ -42,7 +42,7 @@ from tailrace.view.records import REPLICA_VIEW, REQUEST_VIEW, ROUTER
 from tailrace.view.selection import mix
 from tailrace.workload.table import DEFAULT_TPOT_SLO_S, DEFAULT_TTFT_SLO_S
 
-__all__ = ["Arrival", "Fleet", "Flight"]
+__all__ = ["Arrival", "Attempt", "ClusterState"]
 
 PRIOR_OUTPUT_TOKENS = 256.0
 #: Share of the answers thought cached that must turn out so for the belief to be kept up, and how
@@ -59,7 +59,7 @@ assert _REQUEST.size == REQUEST_VIEW.itemsize
 _HOOKS = ("sent", "first_token", "finished", "failed")
 
 
-class Fleet:
+class ClusterState:
     """The replicas behind the router and all that is known of them."""
 
     def __init__(
@@ -72,32 +72,32 @@ class Fleet:
         seed: int = 0,
         max_sessions: int = 100_000,
         prior_output_tokens: float = PRIOR_OUTPUT_TOKENS,
-        seat: Seat | None = None,
+        worker_view: WorkerView | None = None,
     ) -> None:
         """Start with idle replicas of which nothing is known.
 
-        ``salt``: this installation's secret, which makes content hashes its own. ``seat``: among
-        several workers whose books are shared; they must have the same salt.
+        ``salt``: this installation's secret, which makes content hashes its own. ``worker_view``:
+        the state shared by several workers, which must have the same salt.
         """
-        self.seat = seat
+        self.worker_view = worker_view
         self.clock = clock
         self.counter = counter or TokenCounter()
         self.sessions = Sessions(max_sessions)
-        if seat is not None:
-            books, worker = seat.books, seat.worker
-            books.clear(worker)
-            cells = _cells(books.sessions)
-            self.sessions = SharedSessions(max_sessions, cells, worker, books.workers)
+        if worker_view is not None:
+            shared, worker = worker_view.shared, worker_view.worker
+            shared.clear(worker)
+            cells = _cells(shared.sessions)
+            self.sessions = SharedSessions(max_sessions, cells, worker, shared.workers)
         self.prior_output_tokens = prior_output_tokens
         self.request: NDArray[np.void] = np.zeros(1, REQUEST_VIEW)
         self.routers: NDArray[np.void] = np.zeros(ROUTER_ROWS, ROUTER)
-        if seat is not None:
-            self.routers = seat.own_routers
+        if worker_view is not None:
+            self.routers = worker_view.own_routers
         with np.errstate(over="ignore"):
             for k, row in enumerate(self.routers):
                 row["rng"] = mix(np.uint64(seed + k))
         self.routers["looked_at"] = clock()
-        self.seen_routers = self.routers if seat is None else self.routers.copy()
+        self.seen_routers = self.routers if worker_view is None else self.routers.copy()
         """The same as policies see them: with what other workers did."""
         self.backends: list[BackendSettings] = []
         self._seed = int.from_bytes(salt[:8].ljust(8, b"\0"), "little")
@@ -105,7 +105,7 @@ class Fleet:
         self._ids = itertools.count()
         self.listeners: list[tuple[Policy, frozenset[str]]] = []
         self.hook_errors = 0
-        self.due: list[tuple[float, int, Flight]] = []
+        self.due: list[tuple[float, int, Attempt]] = []
         """When the first tokens of answers that do not stream are predicted."""
         self._due_over = 0  # those among them that have ended already, about
         self._request_buffer = _cells(self.request).cast("B")
@@ -129,7 +129,7 @@ class Fleet:
 
     @property
     def router(self) -> Any:
-        """The ROUTER record of the fleet."""
+        """The ROUTER record of the cluster."""
         return self.routers[kernels.MAIN]
 
     @property
@@ -145,12 +145,12 @@ class Fleet:
     def _grow(self, backends: Sequence[BackendSettings]) -> None:
         servers = [backend.server for backend in backends]
         n, old = len(self.replicas) + len(servers), len(self.replicas)
-        seat, new = self.seat, slice(old, n)
-        if seat is None:
+        worker_view, new = self.worker_view, slice(old, n)
+        if worker_view is None:
             self.replicas = np.concatenate([self.replicas, replica_views(servers)])
             self.seen = self.replicas
         else:
-            self.replicas = seat.own_replicas(n)
+            self.replicas = worker_view.own_replicas(n)
             self.replicas[new] = replica_views(servers)
             self.seen = self.replicas.copy()
         self.backends += backends
@@ -158,10 +158,10 @@ class Fleet:
         self.replicas["recent_at"][new] = self.clock()
         self.caching = np.append(self.caching, [self._believed(s) for s in servers])
         self.answers = np.append(self.answers, np.ones(len(servers), np.int64))
-        if seat is None:
+        if worker_view is None:
             self._grow_index(n, old)
         else:
-            self.index = seat.own_index(n)
+            self.index = worker_view.own_index(n)
         self.cells = _cells(self.replicas.view(np.int64))
         self.times = _cells(self.replicas.view(np.float64))
         self.waiting += [{} for _ in servers]
@@ -181,7 +181,7 @@ class Fleet:
 
     def _believed(self, server: Replica) -> int:
         """Among how many indexes a server's memory is divided; 0: it has no cache."""
-        parts = self.seat.books.workers if self.seat is not None else 1
+        parts = self.worker_view.shared.workers if self.worker_view is not None else 1
         return parts * int(is_caching(server))
 
     def set_available(self, replica: int, available: bool) -> None:
@@ -195,7 +195,7 @@ class Fleet:
     def forget(self, replica: int) -> None:
         """A replica died: nothing is in flight or cached there any more.
 
-        Flights that are still open may be closed later; they count no more.
+        Attempts that are still open may be closed later; they count no more.
         """
         self.epochs[replica] += 1
         self.waiting[replica].clear()
@@ -342,9 +342,9 @@ class Fleet:
             heapq.heapify(self.due)
             self._due_over = 0
 
-    def open(self, arrival: Arrival, replica: int, decision: Decision) -> Flight:
+    def open(self, arrival: Arrival, replica: int, decision: Decision) -> Attempt:
         """Send a request to a replica."""
-        return Flight(self, arrival, replica, decision)
+        return Attempt(self, arrival, replica, decision)
 
     def cached_on(self, arrival: Arrival, replica: int) -> int:
         """Tokens of a prompt that a replica is thought to have cached."""
@@ -364,28 +364,28 @@ class Fleet:
         if waiting:
             self.times[replica * WIDTH + OLDEST] = next(iter(waiting.values()))
 
-    def corrected(self, flight: Flight, cached: int) -> None:
+    def corrected(self, attempt: Attempt, cached: int) -> None:
         """The server has said how much of a prompt it had cached: believe it, not the index."""
-        r, believed = flight.replica, flight.cached
+        r, believed = attempt.replica, attempt.cached
         block = int(self.replicas[r]["block_size"])
         if cached > 0:
             self._misses[r] = 0
             if not self.caching[r]:
                 self.caching[r] = self._believed(self.backends[r].server)
-        expected = flight.answer_tokens
+        expected = attempt.answer_tokens
         if expected > 0:
             # What is missing of an answer is not evicted, but has never been there: thinking that
             # is not sent back, or an answer that is put into tokens differently the second time.
             self._trust_answers(r, cached > believed - expected // 2)
             believed -= expected
-        elif not self.answers[r] and flight.arrival.runs.branch_at >= 0:
+        elif not self.answers[r] and attempt.arrival.runs.branch_at >= 0:
             self._trust_answers(r, cached > believed + 2 * block)
         if cached >= believed - block:
             return
         # The server evicts what was not used for longest, so whatever the index saw used no later
         # than the run that is missing is gone too.
         index = self.index
-        evict_until(index.entries, index.slots, index.totals, r, flight.used_at)
+        evict_until(index.entries, index.slots, index.totals, r, attempt.used_at)
         if cached == 0:
             self._misses[r] += 1
             if self._misses[r] >= _NO_CACHE_AFTER:

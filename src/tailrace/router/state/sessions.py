@@ -69,7 +69,7 @@ class SharedSessions(Sessions):
     shared = True
 
     def __init__(self, most: int, cells: Any, worker: int, workers: int) -> None:
-        """``cells``: the numbers of the shared table, see books.py."""
+        """``cells``: the numbers of the shared table, see shared_state.py."""
         super().__init__(most)
         self._cells = cells
         self._numbers = itertools.count(worker, workers)

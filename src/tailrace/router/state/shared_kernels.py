@@ -1,4 +1,4 @@
-"""Decisions with the books of all workers: the sum of what they have sent, the union of what they
+"""Decisions with the state of all workers: the sum of what they have sent, the union of what they
 know of prompts. The counterpart of ``kernels.show`` and ``kernels.decide``."""
 
 # mypy: disallow-untyped-defs=False
@@ -21,7 +21,7 @@ def gather(
 ):  # fmt: skip
     """Fill ``seen`` [n] and ``seen_routers`` for a decision of worker ``me``.
 
-    ``replicas`` [w, room] to ``totals`` [w, room] are the books of all; see :class:`books.Books`.
+    ``replicas`` [w, room] to ``totals`` [w, room] are the rows of all; see :class:`SharedState`.
     The rest is as in ``kernels.show``.
     """
     now = request[0]["now"]

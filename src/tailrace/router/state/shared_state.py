@@ -38,17 +38,17 @@ def index_entries(capacity_tokens: NDArray[np.int64]) -> int:
     return min(max(4096, int(capacity_tokens.max(initial=0)) // 32), MAX_INDEX_ENTRIES)
 
 
-def new_books(backends: Sequence[BackendSettings], workers: int) -> "Books":
-    """Return empty books for so many workers in front of these backends."""
+def new_shared_state(backends: Sequence[BackendSettings], workers: int) -> "SharedState":
+    """Return an empty state for this many workers in front of these backends."""
     capacity = replica_views([backend.server for backend in backends])["capacity_tokens"]
-    return Books(workers, len(backends), index_entries(capacity))
+    return SharedState(workers, len(backends), index_entries(capacity))
 
 
-class Books:
+class SharedState:
     """Rows of every worker."""
 
     def __init__(self, workers: int, replicas: int, entries: int) -> None:
-        """Make empty books; ``replicas`` at the start, ``entries`` of each one's prefix index."""
+        """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index."""
         self.workers = workers
         self.room = room = 2 * replicas + SPARE
         # All-zero memory is an empty index; pages that are never written take no memory.
@@ -72,9 +72,9 @@ class Books:
             at += size
         self.replicas, self.routers, self.entries, self.slots, self.totals, self.sessions = arrays
 
-    def of(self, worker: int) -> "Seat":
+    def of(self, worker: int) -> "WorkerView":
         """Return one worker's place."""
-        return Seat(self, worker)
+        return WorkerView(self, worker)
 
     def clear(self, worker: int) -> None:
         """Forget all about a worker."""
@@ -84,28 +84,28 @@ class Books:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """The books as one worker sees them."""
+class WorkerView:
+    """The shared state as one worker sees it."""
 
-    books: Books
+    shared: SharedState
     worker: int
 
     @property
     def own_routers(self) -> NDArray[np.void]:
         """Its own router records."""
-        rows: NDArray[np.void] = self.books.routers[self.worker]
+        rows: NDArray[np.void] = self.shared.routers[self.worker]
         return rows
 
     def own_replicas(self, count: int) -> NDArray[np.void]:
         """Return its own records of the first ``count`` replicas."""
-        if count > self.books.room:
+        if count > self.shared.room:
             raise TailraceError(
-                f"there is room for {self.books.room} backends in all, those taken out included; "
+                f"there is room for {self.shared.room} backends in all, those taken out included; "
                 "restart the router to have more"
             )
-        return self.books.replicas[self.worker, :count]
+        return self.shared.replicas[self.worker, :count]
 
     def own_index(self, count: int) -> PrefixIndex:
         """Return its own prefix index of the first ``count`` replicas."""
-        b, w = self.books, self.worker
+        b, w = self.shared, self.worker
         return PrefixIndex(b.entries[w, :count], b.slots[w, :count], b.totals[w, :count])

@@ -21,8 +21,8 @@ from tailrace.router.app import Router, create
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.observe.decision_log import load_salt
 from tailrace.router.serve_settings import ServeSettings
-from tailrace.router.state.cluster import Fleet
-from tailrace.router.state.shared_state import new_books
+from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.shared_state import new_shared_state
 from tailrace.router.workers.peer_workers import Siblings
 from tailrace.router.workers.supervisor import Lines, Supervisor, reserve
 
@@ -50,20 +50,20 @@ def serve_several(
     settings = settings.model_copy(update={"listen": listen, "admin": admin})
     count, salt = settings.processes, load_salt(settings.decisions.folder)
     settings.admin.token()
-    books = new_books(settings.backends, count)
+    shared = new_shared_state(settings.backends, count)
     # Everything is compiled here, once: workers are copies of this process.
-    Chooser(Fleet(settings.backends, seat=books.of(0)), settings.routing).close()
+    Chooser(ClusterState(settings.backends, worker_view=shared.of(0)), settings.routing).close()
     with tempfile.TemporaryDirectory(prefix="tailrace-") as folder:
 
         def work(number: int, lines: Lines) -> int:
             again = None if load is None else lambda: part_of(load(), number, count)
-            part, seat = part_of(settings, number, count), books.of(number)
-            router = create(part, load=again, salt=salt, seat=seat)
+            part, worker_view = part_of(settings, number, count), shared.of(number)
+            router = create(part, load=again, salt=salt, worker_view=worker_view)
             siblings = Siblings(Path(folder), number, count)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(router, siblings, lines, failing))
 
-        supervisor = Supervisor(count, work, drain_s=settings.drain_s, lost=books.clear)
+        supervisor = Supervisor(count, work, drain_s=settings.drain_s, lost=shared.clear)
         try:
             return supervisor.run(lambda: started(settings))
         finally:

@@ -1,4 +1,4 @@
-"""Small fleets with a clock that stands still until it is moved."""
+"""Small clusters with a clock that stands still until it is moved."""
 
 import orjson
 
@@ -6,7 +6,7 @@ from tailrace.config import Replica
 from tailrace.router.decide.chooser import Chooser, ChooserSettings, Decision
 from tailrace.router.intake.request_body import RequestBody, read_request
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import Arrival, Fleet, Flight
+from tailrace.router.state.cluster import Arrival, Attempt, ClusterState
 
 #: What must be zero when nothing is in flight.
 LEDGER = (
@@ -32,14 +32,16 @@ def backends(*servers: Replica) -> list[BackendSettings]:
     ]
 
 
-def new_fleet(n: int = 2, clock: Clock | None = None, **server: object) -> Fleet:
-    return Fleet(backends(*[Replica(**server)] * n), clock or Clock())  # type: ignore[arg-type]
+def new_cluster(n: int = 2, clock: Clock | None = None, **server: object) -> ClusterState:
+    return ClusterState(backends(*[Replica(**server)] * n), clock or Clock())  # type: ignore[arg-type]
 
 
-def new_chooser(fleet: Fleet, policy: str = "least_outstanding", **settings: object) -> Chooser:
+def new_chooser(
+    cluster: ClusterState, policy: str = "least_outstanding", **settings: object
+) -> Chooser:
     """A chooser that has all the time in the world: a first decision may have to compile."""
     settings.setdefault("limit_ms", 1e6)
-    return Chooser(fleet, ChooserSettings(policy=policy, **settings), warm_up=False)  # type: ignore[arg-type]
+    return Chooser(cluster, ChooserSettings(policy=policy, **settings), warm_up=False)  # type: ignore[arg-type]
 
 
 def chat(*contents: str, **fields: object) -> RequestBody:
@@ -52,16 +54,16 @@ def chat(*contents: str, **fields: object) -> RequestBody:
     return read_request("/v1/chat/completions", {}, body)
 
 
-def send(fleet: Fleet, asked: RequestBody, replica: int = 0) -> Flight:
+def send(cluster: ClusterState, asked: RequestBody, replica: int = 0) -> Attempt:
     """Send a request to a replica of the caller's choice."""
-    arrival = fleet.arrive(asked)
-    return fleet.open(arrival, replica, decided(fleet, arrival, replica))
+    arrival = cluster.arrive(asked)
+    return cluster.open(arrival, replica, decided(cluster, arrival, replica))
 
 
-def decided(fleet: Fleet, arrival: Arrival, replica: int) -> Decision:
+def decided(cluster: ClusterState, arrival: Arrival, replica: int) -> Decision:
     """The decision of a chooser that may take only this replica."""
-    others = [r for r in range(len(fleet)) if r != replica]
-    decision = new_chooser(fleet).choose(arrival, others)
+    others = [r for r in range(len(cluster)) if r != replica]
+    decision = new_chooser(cluster).choose(arrival, others)
     assert decision is not None
     assert decision.replica == replica
     return decision

@@ -52,7 +52,7 @@ REQUEST = [f.name for f in REQUEST_FEATURES if f.source == "request"]
 ORIGINAL: dict[str, Any] = {
     "reward": {"e2e": 0.0, "ttft": 0.0, "late": 0.0, "lost": 0.0, "throughput": 1.0,
                "balance": 1.0, "improvement": 1.0, "bound": 0.1},
-    "ppo": {"discount": "decision", "gamma": 0.95, "trace": 0.95},
+    "ppo": {"discount": "decision", "gamma": 0.95, "gae_lambda": 0.95},
 }  # fmt: skip
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "cloning only": [{"updates": 0}],

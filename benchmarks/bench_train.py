@@ -42,7 +42,7 @@ from tailrace.seeds import Purpose, seeds
 SCENARIO = "uniform-chat-80"
 ENTROPY = Now(entropy_weight=0.01)
 #: Equal for both: a discount per decision, which is all that Stable-Baselines3 has.
-GAMMA, TRACE = 0.99, 0.95
+GAMMA, GAE_LAMBDA = 0.99, 0.95
 #: Updates that are not counted. After one only, Stable-Baselines3 still takes a fifth longer.
 WARM_UPS = 2
 
@@ -97,7 +97,7 @@ class Tailrace:
             minibatch=size.minibatch,
             discount="decision",
             gamma=GAMMA,
-            trace=TRACE,
+            gae_lambda=GAE_LAMBDA,
             warmup=0,
         )
         self.learner = Learner(new_network(), settings, 1000)
@@ -176,7 +176,7 @@ class StableBaselines3:
             batch_size=size.minibatch,
             n_epochs=size.epochs,
             gamma=GAMMA,
-            gae_lambda=TRACE,
+            gae_lambda=GAE_LAMBDA,
             ent_coef=ENTROPY.entropy_weight,
             vf_coef=DEFAULTS.value_weight,
             max_grad_norm=DEFAULTS.gradient_clip,

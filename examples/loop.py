@@ -449,7 +449,7 @@ def step_train(plan: Plan, _urls: Sequence[str], _done: Json) -> Json:
         path = write_scenario(plan, folder / f"{name}.toml", table, factor * plan.rate)
         scenarios += ["--scenario", str(path)]
     # The log is short: decisions have to be looked at before it is over.
-    sets = {"branching.warmup": plan.requests // 3, "branching.shortest_s": 4}
+    sets = {"branching.warmup": plan.requests // 3, "branching.min_horizon_s": 4}
     if plan.quick:
         sets |= {"branching.worlds": 4, "branching.states": 12, "evaluation.worlds": 2}
     options = [text for name, value in sets.items() for text in ("--set", f"{name}={value}")]

@@ -5,12 +5,14 @@ An unknown key is an error that names the nearest known one.
 """
 
 import tomllib
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from tailrace.errors import TailraceError, unknown_name
+from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 
 Tokens = Annotated[int, Field(ge=1, le=2**30)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -31,6 +33,16 @@ class Settings(BaseModel):
     """Base of all settings: immutable, unknown keys refused, docstrings kept as help."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    #: Former names of settings, which go on working with a warning, and the names they have now.
+    RENAMED: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_former_names(cls, data: Any) -> Any:
+        if not cls.RENAMED or not isinstance(data, Mapping):
+            return data
+        return {_current_name(cls, name, data): value for name, value in data.items()}
 
 
 class CostModel(Settings):
@@ -229,19 +241,76 @@ def explain(error: ValidationError, model: type[BaseModel]) -> TailraceError:
 
 def _known_keys(model: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     """Dotted names of the fields that could stand at a location."""
-    fields: type[BaseModel] = model
-    prefix: list[str] = []
+    fields: type[BaseModel] | None = model
     for part in loc[:-1]:
-        prefix.append(str(part))
-        if isinstance(part, int):
-            continue
-        annotation: Any = fields.model_fields[part].annotation
-        candidates = [annotation, *getattr(annotation, "__args__", ())]
-        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not models:
-            return []
-        fields = models[0]
-    return [".".join([*prefix, name]) for name in fields.model_fields]
+        if isinstance(part, str):
+            fields = fields and _inner_model(fields, part)
+    if fields is None:
+        return []
+    return [".".join([*map(str, loc[:-1]), name]) for name in fields.model_fields]
+
+
+def _inner_model(model: type[BaseModel], field: str) -> type[BaseModel] | None:
+    """The model that a field holds one or several of, if it does."""
+    if field not in model.model_fields:
+        return None
+    annotation: Any = model.model_fields[field].annotation
+    candidates = [annotation, *getattr(annotation, "__args__", ())]
+    models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+    return models[0] if models else None
+
+
+def _current_name(model: type[BaseModel], name: str, given: Mapping[str, Any]) -> str:
+    """Return a setting's name, for a former one the name it has now; warns of a former one.
+
+    Raises ValueError if both are ``given``.
+    """
+    renamed: Mapping[str, str] = getattr(model, "RENAMED", {})
+    now = renamed.get(name)
+    if now is None:
+        return name
+    if now in given:
+        raise ValueError(f"{name} is now called {now}: give only that one")
+    # Python shows a warning once per text and line, so all of them come from this line.
+    text = f"setting {name} is now called {now}; the old name still works"
+    warnings.warn(text, RenamedSettingWarning, stacklevel=1)
+    return now
+
+
+def with_current_names(model: type[BaseModel], data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain data for a model with current names for former ones, at any depth.
+
+    To be done before data is merged over other data, which may use the other name.
+    """
+
+    def renamed(inner: type[BaseModel] | None, value: Any) -> Any:
+        if inner is None:
+            return value
+        if isinstance(value, list | tuple):
+            return [renamed(inner, part) for part in value]
+        return with_current_names(inner, value) if isinstance(value, Mapping) else value
+
+    found = {}
+    for name, value in data.items():
+        try:
+            now = _current_name(model, name, data)
+        except ValueError as error:
+            raise TailraceError(str(error)) from None
+        found[now] = renamed(_inner_model(model, now), value)
+    return found
+
+
+def current_key(model: type[BaseModel], key: str) -> str:
+    """Return a setting's dotted path with current names for former ones."""
+    path: list[str] = []
+    inner: type[BaseModel] | None = model
+    for part in key.split("."):
+        if inner is None or part.isdecimal():
+            path.append(part)
+        else:
+            path.append(_current_name(inner, part, {}))
+            inner = _inner_model(inner, path[-1])
+    return ".".join(path)
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The one exception a user is meant to see."""
+"""The one exception a user is meant to see, and the one warning."""
 
 import difflib
 from collections.abc import Iterable
@@ -8,6 +8,13 @@ class TailraceError(Exception):
     """A mistake in what the user gave us, said in one sentence that names what to do.
 
     The command line prints it without a stack trace and exits with code 2.
+    """
+
+
+class RenamedSettingWarning(UserWarning):
+    """A setting was given by a name that it no longer has.
+
+    The command line prints it as one plain line.
     """
 
 

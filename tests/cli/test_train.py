@@ -38,8 +38,8 @@ worlds = 2
 states = 4
 gap = 8
 warmup = 30
-shortest_s = 1.0
-longest_s = 2.0
+min_horizon_s = 1.0
+max_horizon_s = 2.0
 epochs = 3
 batch_size = 16
 [evaluation]
@@ -240,6 +240,20 @@ def test_ctrl_c_before_the_first_step(run, tiny, monkeypatch):
 )
 def test_mistakes_are_told_in_one_sentence_and_nothing_is_written(refuse, arguments, message):
     assert message in refuse("train", *arguments)
+
+
+@pytest.mark.filterwarnings("default::tailrace.errors.RenamedSettingWarning")
+def test_a_former_name_of_a_setting_works_and_one_line_tells_the_new_one(run, tmp_path):
+    path = tmp_path / "old.toml"
+    path.write_text("[branching]\nlongest_s = 8\n")
+    result = run(
+        "train", "--preset", "quick", "--config", path, "--set", "branching.shortest_s=9", code=2
+    )
+    assert result.stderr.splitlines() == [
+        "warning: setting longest_s is now called max_horizon_s; the old name still works",
+        "warning: setting shortest_s is now called min_horizon_s; the old name still works",
+        "error: branching.min_horizon_s is above branching.max_horizon_s",
+    ]
 
 
 def test_a_folder_with_something_in_it_is_left_alone(refuse, tmp_path):

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 
 from learn.tiny import StopAfter, Stopped, log, settings, train  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
+from tailrace.learn.improve.ppo_settings import PpoSettings  # noqa: E402
 from tailrace.learn.run_folder import COLUMNS, RunFolder  # noqa: E402
+from tailrace.learn.settings import BranchingSettings  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
 
@@ -150,6 +153,20 @@ def test_changed_settings(run, change, message):
     path.write_text(json.dumps(data))
     with pytest.raises(TailraceError, match=message):
         resume(run)
+
+
+def test_settings_of_an_older_version_load_without_a_warning(run):
+    path = run / "settings.json"
+    data = json.loads(path.read_text())
+    before = RunFolder(run).settings()
+    for section, model in (("ppo", PpoSettings), ("branching", BranchingSettings)):
+        for old, new in model.RENAMED.items():
+            data[section][old] = data[section].pop(new)
+    path.write_text(json.dumps(data))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert RunFolder(run).settings() == before
+        RunFolder(run).load_state(before)
 
 
 def test_a_changed_scenario(tmp_path):

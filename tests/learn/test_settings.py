@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from tailrace import config
-from tailrace.errors import TailraceError
+from tailrace.errors import RenamedSettingWarning, TailraceError
 from tailrace.learn import settings as s
 from tailrace.learn.settings import TrainSettings
 from tailrace.seeds import SEEDS_PER_PURPOSE
@@ -41,7 +41,7 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         ({"seed": 900}, "seed: .*less than 900"),
         ({"reward": {"e2e": 1.0}}, "reward of another kind needs method = 'ppo'"),
         ({"exploration": {"epsilon_start": 0.1}}, "exploration needs method = 'ppo'"),
-        ({"branching": {"shortest_s": 9, "longest_s": 8}}, "shortest_s is above"),
+        ({"branching": {"min_horizon_s": 9, "max_horizon_s": 8}}, "min_horizon_s is above"),
         ({"branching": {"imitation": 1.0}} | demonstrations(rounds=0), "rounds = 0 makes none"),
         (
             {"method": "ppo", "ppo": {"imitation": 1.0}} | demonstrations(rounds=0),
@@ -133,6 +133,17 @@ def test_files_are_read_like_presets(tmp_path):
         s.read(str(path))
     with pytest.raises(TailraceError, match="cannot read"):
         s.read(str(tmp_path / "none.toml"))
+
+
+def test_former_names_and_new_ones_may_be_put_over_each_other():
+    with pytest.warns(RenamedSettingWarning, match="trace is now called gae_lambda"):
+        above = s.build({**PPO, "scenarios": ["demo"], "ppo": {"gae_lambda": 0.5}},
+                        {"ppo": {"trace": 0.25}})  # fmt: skip
+    assert above.ppo.gae_lambda == 0.25
+    data = {"ppo": {"gae_lambda": 0.5}}
+    with pytest.warns(RenamedSettingWarning):
+        s.assign(data, "ppo.trace", 0.125)
+    assert data == {"ppo": {"gae_lambda": 0.125}}
 
 
 def test_runs_and_validation_share_no_seeds():

@@ -34,7 +34,7 @@ PPO = {
     "updates": 3,
     "network": {"memory": 3, "decoupled_critic": True, "prior": "load_aware"},
     "ppo": {
-        "imitation": 0.5, "imitation_updates": 3, "imitation_rows": 16, "start_kl": 0.1,
+        "imitation": 0.5, "imitation_updates": 3, "imitation_batch_size": 16, "start_kl": 0.1,
         "start_kl_updates": 3, "target_kl": 0.01, "kl_penalty": True, "scale_rewards": True,
         "schedule": "linear", "group": 2, "learning_rate": 3e-3, "norm_updates": 2,
     },

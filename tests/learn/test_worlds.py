@@ -62,8 +62,8 @@ def branch_task(variant="plain", **changes) -> BranchTask:
         gap=12,
         candidates=3,
         horizon=1.0,
-        shortest_s=1.0,
-        longest_s=4.0,
+        min_horizon_s=1.0,
+        max_horizon_s=4.0,
         reluctance=2.0,
     )
     return replace(task, **changes)
@@ -227,7 +227,7 @@ def test_a_branch_that_goes_on_to_the_end_costs_what_the_rest_of_the_run_costs(
     """
     world = World(OPEN, SEED, 120, tail_weight=tail_weight)
     task = branch_task(
-        variant, world=world, rows=1, reluctance=reluctance, shortest_s=60.0, longest_s=60.0
+        variant, world=world, rows=1, reluctance=reluctance, min_horizon_s=60.0, max_horizon_s=60.0
     )
     samples = branch(task)
     assert samples.tried.all()
@@ -248,7 +248,7 @@ def test_what_is_in_the_system_at_the_horizon_runs_out(tail_weight):
     """No arrival after the decision: whatever the horizon, the cost is that of all there is."""
     world = World(OPEN, SEED, 41, tail_weight=tail_weight)
     costs = [
-        branch(branch_task(world=world, rows=1, shortest_s=s, longest_s=s)).costs
+        branch(branch_task(world=world, rows=1, min_horizon_s=s, max_horizon_s=s)).costs
         for s in (0.01, 0.5, 100.0)
     ]
     assert np.ptp(costs[0]) > 0.01

@@ -40,7 +40,7 @@ SETTINGS: dict[str, Any] = {
         "learning_rate": 1e-2,
     },
     "branching": {
-        "worlds": 2, "states": 4, "gap": 8, "warmup": 30, "longest_s": 2.0, "epochs": 3,
+        "worlds": 2, "states": 4, "gap": 8, "warmup": 30, "max_horizon_s": 2.0, "epochs": 3,
         "batch_size": 16,
     },
     "ppo": {

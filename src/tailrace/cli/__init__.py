@@ -6,14 +6,16 @@ and completion answer at once.
 
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
 from tailrace import __version__
-from tailrace.errors import TailraceError, unknown_name
+from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 
 #: Commands in the order of the help page; each module holds a ``command``.
 COMMANDS = (
@@ -75,6 +77,8 @@ class TailraceGroup(click.Group):
     ) -> NoReturn:
         """Run and exit: 0 done, 2 bad input, 130 interrupted; any other failure keeps its trace."""
         extra.pop("standalone_mode", None)
+        show = warnings.showwarning
+        warnings.showwarning = partial(_show_warning, show)
         try:
             code = super().main(args, prog_name, standalone_mode=False, **extra)
         except TailraceError as error:
@@ -91,7 +95,19 @@ class TailraceGroup(click.Group):
             # The reader (head, less) has gone; give Python no chance to complain about it at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(1)
+        finally:
+            warnings.showwarning = show
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_warning(
+    show: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any
+) -> None:
+    """Print a warning that is meant for users in one line, any other one as Python does."""
+    if issubclass(category, RenamedSettingWarning):
+        click.echo(f"warning: {message}", err=True)
+    else:
+        show(message, category, *where)
 
 
 def _fail(message: str) -> NoReturn:

@@ -14,7 +14,7 @@ from tailrace.cli.options import (
     json_option,
     quiet_option,
 )
-from tailrace.config import assign
+from tailrace.config import current_key
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
@@ -155,9 +155,9 @@ def _asked(
     for text in assignments:
         found = space.read(text)
         if found is None:
-            assign(over, *assignment(text))
+            s.assign(over, *assignment(text))
         else:
-            varied[found[0]] = found[1]
+            varied[current_key(s.TrainSettings, found[0])] = found[1]
     if not varied:
         raise TailraceError("say what to vary, e.g. --set 'branching.learning_rate=log(1e-4,1e-2)'")
     return Sweep.of(preset or "", over, varied, samples, seed, scheduler)

@@ -16,7 +16,7 @@ from tailrace.cli.options import (
     quiet_option,
     workers_option,
 )
-from tailrace.config import Scenario, assign
+from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 
 
@@ -142,7 +142,7 @@ def command(
         if data.get("env", "sim") != "sim":
             data.setdefault("method", "ppo")  # the only one there
         for text in assignments:
-            assign(data, *assignment(text))
+            s.assign(data, *assignment(text))
         chosen = s.build(data)
         output = output or Path("runs") / f"{chosen.name}-{chosen.seed}"
     folder = resume or output

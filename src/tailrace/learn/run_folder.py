@@ -13,6 +13,7 @@ import csv
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialise
 
 from tailrace import config
-from tailrace.errors import TailraceError
+from tailrace.errors import RenamedSettingWarning, TailraceError
 from tailrace.files import atomic_path
 from tailrace.learn.settings import TrainSettings
 from tailrace.policy.learned import checkpoint
@@ -81,7 +82,7 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise TailraceError(f"cannot read {self._settings}: {error}") from None
         try:
-            return config.parse(TrainSettings, data)
+            return _parse_settings(data)
         except TailraceError as error:
             raise TailraceError(
                 f"{self._settings} was changed, or written by another version of Tailrace: {error}"
@@ -133,7 +134,7 @@ class RunFolder:
                 "the run cannot be resumed"
             ) from None
         # As settings, not as text: this version may have more of them, with defaults.
-        if config.parse(TrainSettings, begun_with) != settings:
+        if _parse_settings(begun_with) != settings:
             raise TailraceError(
                 f"{self._settings} was changed after the run began, and a run goes on as it was "
                 "begun: put it back, or begin a new run"
@@ -233,6 +234,13 @@ class RunFolder:
         """Close the logs."""
         if self._board is not None:
             self._board.close()
+
+
+def _parse_settings(data: dict[str, Any]) -> TrainSettings:
+    """Validate settings that Tailrace wrote; former names in them are no fault of the user's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RenamedSettingWarning)
+        return config.parse(TrainSettings, data)
 
 
 def _digest(arrays: Arrays, about: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Every setting of a training run, in one tree; a preset is a TOML file of these."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -89,6 +89,8 @@ class DemonstrationSettings(Settings):
 class BranchingSettings(Settings):
     """Improvement by trying several choices in copies of a cluster, all else being equal."""
 
+    RENAMED: ClassVar = {"shortest_s": "min_horizon_s", "longest_s": "max_horizon_s"}
+
     worlds: Count = 20
     """Worlds per update; every scenario equally often."""
     states: Count = 60
@@ -102,9 +104,9 @@ class BranchingSettings(Settings):
     horizon: Positive = 1.0
     """How long each copy goes on, as a multiple of the P90 time a request stays; then it runs out
     without further arrivals."""
-    shortest_s: Positive = 1.0
+    min_horizon_s: Positive = 1.0
     """Shortest horizon, s: what a cache is good for shows late."""
-    longest_s: Positive = 30.0
+    max_horizon_s: Positive = 30.0
     """Longest horizon, s."""
     reluctance: float = Field(default=2.0, ge=0)
     """How much the policy must prefer another replica, as a difference of logits, before a branch
@@ -285,8 +287,8 @@ class TrainSettings(Settings):
                 "branching tries all candidates anyway: exploration needs method = 'ppo'"
             )
         self._check_env()
-        if self.branching.shortest_s > self.branching.longest_s:
-            raise ValueError("branching.shortest_s is above branching.longest_s")
+        if self.branching.min_horizon_s > self.branching.max_horizon_s:
+            raise ValueError("branching.min_horizon_s is above branching.max_horizon_s")
         for stage in self.curriculum:
             for name in stage.scenarios:
                 if name not in self.scenario_names:
@@ -335,7 +337,7 @@ def preset_names() -> list[str]:
 
 
 def read(preset_or_file: str | Path) -> dict[str, Any]:
-    """Return the settings of a preset, or of a TOML file, as plain data.
+    """Return the settings of a preset, or of a TOML file, as plain data with current names.
 
     A name without the suffix .toml is a preset's; a path is always a file.
     """
@@ -344,14 +346,20 @@ def read(preset_or_file: str | Path) -> dict[str, Any]:
         if preset_or_file not in preset_names():
             raise unknown_name("preset", preset_or_file, preset_names())
         path = PRESETS / f"{preset_or_file}.toml"
-    data = load_toml(path)
+    data = config.with_current_names(TrainSettings, load_toml(path))
     data.setdefault("name", path.stem)
     return data
 
 
 def build(data: dict[str, Any], over: dict[str, Any] | None = None) -> TrainSettings:
     """Validate plain data, with other settings put over it, into settings."""
-    return config.parse(TrainSettings, merged(data, over or {}))
+    below, above = (config.with_current_names(TrainSettings, part) for part in (data, over or {}))
+    return config.parse(TrainSettings, merged(below, above))
+
+
+def assign(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set one value by its dotted path, a former name included."""
+    config.assign(data, config.current_key(TrainSettings, key), value)
 
 
 def training_seed(run: int, number: int) -> int:

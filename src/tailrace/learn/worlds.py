@@ -106,8 +106,8 @@ class BranchTask:
     gap: int  #: decisions between two such decisions
     candidates: int
     horizon: float  #: as a multiple of the P90 time a request stays
-    shortest_s: float  #: shortest horizon
-    longest_s: float
+    min_horizon_s: float
+    max_horizon_s: float
     reluctance: float  #: to depart from the first branch's choices, as a difference of logits
 
 
@@ -175,8 +175,8 @@ def branch(task: BranchTask) -> Samples:
     out = _samples(task.world, fleet, network, task.rows)
     after = np.zeros(out.memory.shape[1], np.float32)
     plan = np.zeros(task.world.requests, np.int64)
-    horizon_s = max(task.horizon * task.world.stay_s(), task.shortest_s)
-    horizon_s = min(horizon_s, task.longest_s)
+    horizon_s = max(task.horizon * task.world.stay_s(), task.min_horizon_s)
+    horizon_s = min(horizon_s, task.max_horizon_s)
     decisions = task.warmup
     for k in range(task.rows):
         if not kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, network, decisions):

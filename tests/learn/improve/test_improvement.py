@@ -85,12 +85,12 @@ def test_branching_tasks(tmp_path, monkeypatch):
         assert 4 <= task.gap <= 12
         assert (task.rows, task.candidates, task.reluctance) == (4, 2, 0.5)
         # Enough requests for all of it, the look ahead included.
-        assert task.world.requests >= task.warmup + task.rows * task.gap + 14 * task.longest_s
+        assert task.world.requests >= task.warmup + task.rows * task.gap + 14 * task.max_horizon_s
 
 
 def test_large_clusters_are_tried_less_often(tmp_path, monkeypatch):
     tasks = spied(monkeypatch, "branch")
-    over = {**RANDOM, "branching": {"states": 8, "worlds": 6, "longest_s": 1.0}}
+    over = {**RANDOM, "branching": {"states": 8, "worlds": 6, "max_horizon_s": 1.0}}
     update(make(tmp_path, over, CAPACITIES)[0])
     sizes = {task.world.scenario.cluster.size: task.rows for task in tasks}
     assert len(sizes) > 2

@@ -32,7 +32,7 @@ SEEDS = tuple(seeds(Purpose.TRAINING, 8))
 @pytest.mark.parametrize("variant", ["plain", "all"])
 def test_the_identity_world_is_solved_in_seconds(variant):
     network = network_of(variant)
-    learner = Learner(network, settings(discount="decision", gamma=0.1, trace=0.0), 25)
+    learner = Learner(network, settings(discount="decision", gamma=0.1, gae_lambda=0.0), 25)
     before = play(network, np.random.default_rng(10**6)).reward.mean()
     learn(learner, range(25))
     after = play(network, np.random.default_rng(10**6)).reward.mean()
@@ -42,7 +42,7 @@ def test_the_identity_world_is_solved_in_seconds(variant):
 
 def test_it_learns_from_clusters_of_several_sizes_at_once():
     network = network_of()
-    learner = Learner(network, settings(discount="decision", gamma=0.1, trace=0.0), 25)
+    learner = Learner(network, settings(discount="decision", gamma=0.1, gae_lambda=0.0), 25)
     for update in range(25):
         rng = np.random.default_rng(update)
         rollouts = [play(network, rng, n=n) for n in (2, 5)]
@@ -81,8 +81,8 @@ def test_padding_makes_no_difference():
 def test_the_value_of_an_endless_chain_is_that_of_a_geometric_series():
     network = network_of()
     options = {
-        "half_life_s": 2.0,
-        "trace_s": 2.0,
+        "discount_half_life_s": 2.0,
+        "gae_lambda_half_life_s": 2.0,
         "value_weight": 1.0,
         "advantages": "raw",
         "epochs": 3,

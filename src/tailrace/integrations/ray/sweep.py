@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tailrace.config import Settings, assign, parse
+from tailrace.config import Settings, parse
 from tailrace.errors import TailraceError
 from tailrace.files import atomic_path
 from tailrace.integrations.ray import space
@@ -66,7 +66,7 @@ class Sweep(Settings):
         """Return all that a trial puts over the preset."""
         data = deepcopy(self.over)
         for key, value in self.trials[number].items():
-            assign(data, key, value)
+            s.assign(data, key, value)
         return data
 
     def settings(self, number: int) -> s.TrainSettings:

@@ -124,7 +124,7 @@ class Branching:
             gap = int(rng.integers(max(1, b.gap // 2), b.gap + b.gap // 2 + 1))
             rate = scenarios.resolve_rate(world.scenario) or 1.0
             states = max(1, b.states * SMALL // max(SMALL, world.scenario.cluster.size))
-            requests = warmup + states * gap + int(rate * b.longest_s) + 1
+            requests = warmup + states * gap + int(rate * b.max_horizon_s) + 1
             tasks.append(
                 BranchTask(
                     replace(world, requests=requests, late_share=b.late_share),
@@ -134,8 +134,8 @@ class Branching:
                     gap,
                     b.candidates,
                     b.horizon,
-                    b.shortest_s,
-                    b.longest_s,
+                    b.min_horizon_s,
+                    b.max_horizon_s,
                     b.reluctance,
                 )
             )

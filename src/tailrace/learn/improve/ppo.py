@@ -191,7 +191,7 @@ class Learner:
         """Imitation loss of random demonstrations of one group, drawn by the groups' sizes."""
         sizes = torch.tensor([float(len(group)) for group in lesson.demonstrations])
         group = lesson.demonstrations[int(torch.multinomial(sizes, 1, generator=lesson.rng))]
-        rows = min(self.settings.imitation_rows, len(group))
+        rows = min(self.settings.imitation_batch_size, len(group))
         return group.loss(self.network, torch.randint(len(group), (rows,), generator=lesson.rng))
 
     def _descend(self, loss: Tensor, told: Mapping[str, Tensor]) -> Tensor:

@@ -1,6 +1,6 @@
 """Settings of PPO; no torch in here, so that the command line can read them quickly."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,13 @@ Count = Annotated[int, Field(ge=1)]
 
 class PpoSettings(Settings):
     """Proximal policy optimisation."""
+
+    RENAMED: ClassVar = {
+        "half_life_s": "discount_half_life_s",
+        "trace_s": "gae_lambda_half_life_s",
+        "trace": "gae_lambda",
+        "imitation_rows": "imitation_batch_size",
+    }
 
     clusters: Count = 64
     """Clusters that are played per update, over all roll-out tasks."""
@@ -46,15 +53,17 @@ class PpoSettings(Settings):
     """Divide rewards by the running deviation of discounted returns. Advantages and returns are
     normalised anyway, unless `advantages` is raw."""
     discount: Literal["time", "decision"] = "time"
-    """Whether the future fades with the seconds that pass or with the decisions taken."""
-    half_life_s: Positive = 30.0
+    """Whether discount and GAE lambda are per second of simulated time, given as half-lives, or
+    per decision, given as factors."""
+    discount_half_life_s: Positive = 30.0
     """Time after which a cost counts half (discount by time)."""
-    trace_s: Positive = 15.0
-    """The same for the trust in what was seen against the value's estimate (lambda)."""
+    gae_lambda_half_life_s: Positive = 15.0
+    """GAE lambda as a half-life, s: how far into the future observed rewards are trusted over the
+    value estimate (discount by time)."""
     gamma: float = Field(default=0.99, gt=0, lt=1)
-    """What a cost counts one decision later (discount by decision)."""
-    trace: float = Field(default=0.95, ge=0, le=1)
-    """Lambda per decision (discount by decision)."""
+    """Discount factor per decision (discount by decision)."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """GAE lambda per decision (discount by decision)."""
     target_kl: Positive | None = None
     """KL divergence that an update should have or must not exceed."""
     kl_stop: bool = False
@@ -71,7 +80,7 @@ class PpoSettings(Settings):
     """Weight of the imitation loss on demonstrations at the first update."""
     imitation_updates: Count = 100
     """Updates over which that weight fades to nothing."""
-    imitation_rows: Count = 256
+    imitation_batch_size: Count = 256
     """Demonstrations per gradient step."""
     norm_updates: int = Field(default=0, ge=0)
     """Updates after which the normaliser of observations is frozen; it moves the policy a little

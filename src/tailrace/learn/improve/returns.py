@@ -92,9 +92,11 @@ def _fadings(rollout: Rollout, settings: PpoSettings) -> tuple[adv.Array, adv.Ar
     """Discount and lambda [T, C] of each step."""
     if settings.discount == "decision":
         shape = rollout.reward.shape
-        return np.full(shape, settings.gamma), np.full(shape, settings.trace)
+        return np.full(shape, settings.gamma), np.full(shape, settings.gae_lambda)
     elapsed_s = rollout.elapsed_s
-    return adv.fading(elapsed_s, settings.half_life_s), adv.fading(elapsed_s, settings.trace_s)
+    return adv.fading(elapsed_s, settings.discount_half_life_s), adv.fading(
+        elapsed_s, settings.gae_lambda_half_life_s
+    )
 
 
 def describe(estimates: Sequence[Estimate], now: Now) -> dict[str, float]:

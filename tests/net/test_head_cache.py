@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tailrace.net.framing import BrokenMessageError
-from tailrace.net.head_cache import MOST, Requests, Responses, length_in
+from tailrace.net.head_cache import MOST, RequestHeadCache, ResponseHeadCache, length_in
 from tailrace.net.heads import RefusedError, client_head, parse_request, parse_response
 
 _START = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -16,7 +16,7 @@ def _request(length: bytes, name: bytes = b"Content-Length", more: bytes = b"") 
 
 
 def test_heads_that_differ_in_the_length_only_are_one() -> None:
-    heads = Requests()
+    heads = RequestHeadCache()
     first, length = heads.read(_request(b"12"))
     assert length == 12
     again, length = heads.read(_request(b"345"))
@@ -32,7 +32,7 @@ def test_heads_that_differ_in_the_length_only_are_one() -> None:
 )
 @pytest.mark.parametrize("name", [b"Content-Length", b"content-length"])
 def test_what_is_no_length_is_refused_though_the_rest_is_known(length: bytes, name: bytes) -> None:
-    heads = Requests()
+    heads = RequestHeadCache()
     heads.read(_request(b"5", name))
     with pytest.raises(RefusedError):
         heads.read(_request(length, name))
@@ -40,7 +40,7 @@ def test_what_is_no_length_is_refused_though_the_rest_is_known(length: bytes, na
 
 
 def test_two_lengths_are_refused_however_they_are_written() -> None:
-    heads = Requests()
+    heads = RequestHeadCache()
     for more in (b"", b"X-Content-Length: 7\r\n"):
         assert heads.read(_request(b"5", more=more))[1] == 5
     for more in (
@@ -54,7 +54,7 @@ def test_two_lengths_are_refused_however_they_are_written() -> None:
 
 
 def test_what_only_looks_like_a_length_is_not_taken_for_one() -> None:
-    heads = Requests()
+    heads = RequestHeadCache()
     for value in (b"1", b"2"):
         head, length = heads.read(_START + b"X-Content-Length: " + value + b"\r\n\r\n")
         assert length == 0
@@ -74,7 +74,7 @@ _LINES = st.lists(
 @settings(deadline=None)
 @given(st.lists(_LINES, max_size=8))
 def test_a_remembered_head_is_read_as_a_new_one(heads_lines: list[list[bytes]]) -> None:
-    requests = Requests()
+    requests = RequestHeadCache()
     for lines in heads_lines * 2:
         data = b"\r\n".join([b"POST / HTTP/1.1", b"Host: x", *lines]) + b"\r\n\r\n"
         try:
@@ -97,7 +97,7 @@ def test_a_remembered_head_is_read_as_a_new_one(heads_lines: list[list[bytes]]) 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from([200, 204, 304, 500]), _LINES), max_size=8))
 def test_a_remembered_answer_is_read_as_a_new_one(answers: list[tuple[int, list[bytes]]]) -> None:
-    responses = Responses()
+    responses = ResponseHeadCache()
     for status, lines in answers * 2:
         data = b"\r\n".join([b"HTTP/1.1 %d OK" % status, *lines]) + b"\r\n\r\n"
         for method in (b"POST", b"HEAD"):
@@ -118,7 +118,7 @@ def test_a_remembered_answer_is_read_as_a_new_one(answers: list[tuple[int, list[
 
 
 def test_the_head_a_client_sent_before_is_recognised_and_no_other() -> None:
-    heads = Requests()
+    heads = RequestHeadCache()
     heads.read(_request(b"5"))
     assert heads.last is None  # read for the first time
     heads.read(_request(b"5"))
@@ -145,13 +145,14 @@ def test_a_recognised_head_is_read_as_a_new_one(
 ) -> None:
     """Of requests and of answers, whatever stands behind them."""
     for start, reader in (
-        (b"POST / HTTP/1.1\r\nHost: x", Requests()), (b"HTTP/1.1 200 OK", Responses()),
-    ):  # fmt: skip
+        (b"POST / HTTP/1.1\r\nHost: x", RequestHeadCache()),
+        (b"HTTP/1.1 200 OK", ResponseHeadCache()),
+    ):
         data = b"\r\n".join([start, *first]) + b"\r\n\r\n"
         other = b"\r\n".join([start, *second]) + b"\r\n\r\n"
         try:
             for _ in range(2):
-                if isinstance(reader, Requests):
+                if isinstance(reader, RequestHeadCache):
                     reader.read(data)
                 else:
                     reader.read(data, b"POST")
@@ -163,7 +164,7 @@ def test_a_recognised_head_is_read_as_a_new_one(
         if end == 0:
             continue
         assert end == len(other)
-        if isinstance(reader, Requests):
+        if isinstance(reader, RequestHeadCache):
             assert parse_request(other).length == length
             assert parse_request(other).passed(authorization=True) == reader.last[2].passed(  # type: ignore[call-arg]
                 authorization=True
@@ -175,7 +176,7 @@ def test_a_recognised_head_is_read_as_a_new_one(
 
 
 def test_memory_is_bounded() -> None:
-    heads = Requests()
+    heads = RequestHeadCache()
     for i in range(3 * MOST):
         heads.read(_request(b"1", more=b"X-Id: %d\r\n" % i))
     heads.read(_request(b"1", more=b"X: " + b"a" * 8000 + b"\r\n"))

@@ -13,9 +13,9 @@ ONE = {"backends": [{"url": "http://h:1"}]}
 
 def test_a_backend_address() -> None:
     backend = BackendSettings(url="https://h.example/base/")
-    assert (backend.host, backend.port, backend.tls) == ("h.example", 443, True)
-    assert (backend.prefix, backend.label) == ("/base", "h.example:443")
-    assert BackendSettings(url="http://[::1]:8000").host == "::1"
+    assert backend.origin == ("h.example", 443, True, "/base")
+    assert backend.label == "h.example:443"
+    assert BackendSettings(url="http://[::1]:8000").origin.host == "::1"
 
 
 @pytest.mark.parametrize(

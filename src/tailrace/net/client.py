@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from tailrace.net.framing import BodyReader, BrokenMessageError, CloseReader, reader_for
-from tailrace.net.head_cache import Responses, length_in
+from tailrace.net.head_cache import ResponseHeadCache, length_in
 from tailrace.net.heads import RequestHead, ResponseHead, upstream_head
-from tailrace.router.settings import BackendSettings, LimitSettings
+from tailrace.net.origin import Origin
 
 #: vLLM closes a connection that is idle for 5 s; one that is nearly that old is not used again.
 IDLE_S = 4.0
@@ -279,19 +279,18 @@ class _Fetch:
 class Pool:
     """All connections to one backend."""
 
-    def __init__(self, backend: BackendSettings, limits: LimitSettings) -> None:
-        self.backend = backend
-        self.heads = Responses()
-        self._limits = limits
+    def __init__(self, origin: Origin, *, connect_s: float, api_key: str | None = None) -> None:
+        """``api_key``: sent as a bearer token, in place of any other Authorization."""
+        self.origin = origin
+        self.heads = ResponseHeadCache()
+        self._connect_s = connect_s
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
-        self._ssl = ssl.create_default_context() if backend.tls else None
-        host = f"[{backend.host}]" if ":" in backend.host else backend.host
-        self._host = f"{host}:{backend.port}".encode()
-        self._prefix = backend.prefix.encode()
-        key = backend.api_key()
-        self._authorization = f"Bearer {key}".encode() if key else None
+        self._ssl = ssl.create_default_context() if origin.tls else None
+        self._host = origin.authority.encode()
+        self._prefix = origin.prefix.encode()
+        self._authorization = f"Bearer {api_key}".encode() if api_key else None
         self._closed = False
 
     @property
@@ -390,14 +389,14 @@ class Pool:
 
     async def _connect(self, sink: Sink) -> None:
         loop = asyncio.get_running_loop()
-        backend = self.backend
+        host, port, *_ = self.origin
         try:
-            async with asyncio.timeout(self._limits.connect_s):
+            async with asyncio.timeout(self._connect_s):
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self), backend.host, backend.port, ssl=self._ssl
+                    lambda: UpstreamConnection(self), host, port, ssl=self._ssl
                 )
         except TimeoutError:
-            sink.failed(f"no connection within {self._limits.connect_s:g} s", connecting=True)
+            sink.failed(f"no connection within {self._connect_s:g} s", connecting=True)
             return
         except OSError as error:
             sink.failed(f"cannot connect: {error.strerror or error}", connecting=True)

@@ -40,7 +40,7 @@ class _Known(dict[tuple[bytes, bytes], Head], Generic[Head]):
             self[before, after] = head
 
 
-class Requests:
+class RequestHeadCache:
     """Reads heads of requests. Those it returns are shared: nobody may change them."""
 
     def __init__(self) -> None:
@@ -66,13 +66,13 @@ class Requests:
         return head, head.length
 
 
-class Responses:
+class ResponseHeadCache:
     """Reads heads of answers. Those it returns are shared: nobody may change them."""
 
     def __init__(self) -> None:
         self._known: _Known[ResponseHead] = _Known()
         self.last: tuple[bytes, bytes, ResponseHead] | None = None
-        """As in :class:`Requests`; the head is of some length."""
+        """As in :class:`RequestHeadCache`; the head is of some length."""
 
     def read(self, data: bytes, method: bytes) -> ResponseHead:
         """Read the head of an answer to ``method``; raise ``BrokenMessageError`` if it is odd."""

@@ -352,7 +352,7 @@ def _passed_answer(response: ResponseHead) -> bytes:
     )
 
 
-def answer(
+def build_response(
     status: int,
     body: bytes,
     *,

@@ -12,9 +12,9 @@ from typing import Protocol, cast
 import orjson
 
 from tailrace.net.framing import BodyReader, BrokenMessageError, ChunkedReader, LengthReader
-from tailrace.net.head_cache import Requests, length_in
-from tailrace.net.heads import RefusedError, RequestHead, answer
-from tailrace.router.settings import LimitSettings
+from tailrace.net.head_cache import RequestHeadCache, length_in
+from tailrace.net.heads import RefusedError, RequestHead, build_response
+from tailrace.net.limits import ConnectionLimits
 
 #: What a client may send ahead of its answers, in bytes.
 AHEAD_BYTES = 65_536
@@ -24,7 +24,7 @@ LINGER_S = 2.0
 _log = logging.getLogger("tailrace.router")
 
 
-class Request:
+class HttpRequest:
     """A request that has arrived completely."""
 
     __slots__ = ("body", "client", "head", "path")
@@ -53,10 +53,13 @@ class Work(Protocol):
 class Service(Protocol):
     """What a listener needs from whoever answers."""
 
-    limits: LimitSettings
-    heads: Requests
+    heads: RequestHeadCache
     now: float
     """Coarse clock, s."""
+
+    @property
+    def limits(self) -> ConnectionLimits:
+        """Limits of each connection; they may change between two requests."""
 
     def opened(self, client: "ClientConnection") -> bool:
         """A client has connected; False: there are too many."""
@@ -64,7 +67,7 @@ class Service(Protocol):
     def closed(self, client: "ClientConnection") -> None:
         """A client's connection has ended."""
 
-    def handle(self, request: Request) -> Work | None:
+    def handle(self, request: HttpRequest) -> Work | None:
         """Begin with a request; None: it is answered already."""
 
     def refused(self, status: int, why: str) -> None:
@@ -304,15 +307,15 @@ class ClientConnection(asyncio.Protocol):
         """Hand a request over."""
         self.busy = True
         try:
-            work = self._service.handle(Request(head, body, self))
+            work = self._service.handle(HttpRequest(head, body, self))
         except Exception:
             _log.exception("a request was not handled")
-            self.answer(head, 500, error_body(500, "internal error of the router"), keep=False)
+            self.respond(head, 500, error_body(500, "internal error of the router"), keep=False)
             return
         if self.busy:
             self._work = work
 
-    def answer(
+    def respond(
         self,
         head: RequestHead,
         status: int,
@@ -325,7 +328,7 @@ class ClientConnection(asyncio.Protocol):
         """Write a whole answer of our own to the request under way, and end it."""
         keep = keep and head.keep_alive and not self._closing
         self.write(
-            answer(
+            build_response(
                 status,
                 body,
                 content_type=content_type,
@@ -347,7 +350,8 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        transport.write(answer(status, error_body(status, why), keep_alive=False, extra=extra))
+        body = error_body(status, why)
+        transport.write(build_response(status, body, keep_alive=False, extra=extra))
         # Closing now, with bytes unread, would make the kernel throw the answer away.
         if transport.can_write_eof():
             transport.write_eof()

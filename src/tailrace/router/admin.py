@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import orjson
 
 from tailrace.errors import TailraceError
-from tailrace.net.head_cache import Requests
-from tailrace.net.server import ClientConnection, Request, Work, error_body
+from tailrace.net.head_cache import RequestHeadCache
+from tailrace.net.server import ClientConnection, HttpRequest, Work, error_body
 from tailrace.router.settings import LimitSettings
 from tailrace.router.workers import aggregate
 from tailrace.router.workers.peer_workers import Gathering, Siblings
@@ -40,7 +40,7 @@ class Admin:
 
     def __init__(self, router: "Router", token: str | None) -> None:
         self.limits = LimitSettings(body_bytes=65_536)
-        self.heads = Requests()
+        self.heads = RequestHeadCache()
         self.now = 0.0
         self.clients: set[ClientConnection] = set()
         self.pages: dict[str, Callable[[], Answer]] = {
@@ -69,7 +69,7 @@ class Admin:
     def refused(self, status: int, why: str) -> None:
         """Nothing is counted here."""
 
-    def handle(self, request: Request) -> Work | None:
+    def handle(self, request: HttpRequest) -> Work | None:
         """Answer at once, or ask all workers first."""
         refused = self._refused(request)
         path = request.path.decode("latin-1")
@@ -77,10 +77,10 @@ class Admin:
         if refused is None and siblings is not None and path not in _OWN_PATHS:
             return Gathering(request, siblings, path, partial(aggregate.answers, path))
         status, kind, body, extra = refused or self._answer(request.head.method, path)
-        request.client.answer(request.head, status, body, content_type=kind, extra=extra)
+        request.client.respond(request.head, status, body, content_type=kind, extra=extra)
         return None
 
-    def _refused(self, request: Request) -> Answer | None:
+    def _refused(self, request: HttpRequest) -> Answer | None:
         """Return why a request is not served, if so."""
         head = request.head
         is_page = head.method == b"GET" and request.path == b"/" and "/" in self.pages

@@ -12,8 +12,8 @@ import orjson
 
 from tailrace.errors import TailraceError
 from tailrace.net.client import FetchError, Response
-from tailrace.net.head_cache import Requests
-from tailrace.net.server import ClientConnection, Request, Service, Work, error_body
+from tailrace.net.head_cache import RequestHeadCache
+from tailrace.net.server import ClientConnection, HttpRequest, Service, Work, error_body
 from tailrace.router.admin import JSON, Admin, Answer
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.intake.tokens import TokenCounter
@@ -75,7 +75,7 @@ class Router:
         self.admin = Admin(self, settings.admin.token())
         # What a listener needs (downstream.Service).
         self.limits = settings.limits
-        self.heads = Requests()
+        self.heads = RequestHeadCache()
         self.now = self.forwarder.now = clock()
         self.clients: set[ClientConnection] = set()
         self.background: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -104,7 +104,7 @@ class Router:
         del why
         self.telemetry.request_done(None, status, "refused", "other")
 
-    def handle(self, request: Request) -> Work | None:
+    def handle(self, request: HttpRequest) -> Work | None:
         """Begin with a request."""
         head = request.head
         if head.method in (b"GET", b"HEAD"):
@@ -115,16 +115,16 @@ class Router:
                 available = [t for t in self.plane.targets if t.health.available]
                 if available:
                     return ModelsAnswer(request, available)
-                request.client.answer(head, 503, error_body(503, "no replica is available"))
+                request.client.respond(head, 503, error_body(503, "no replica is available"))
                 return None
         return self.forwarder.start(request)
 
-    def _answer_health(self, request: Request) -> None:
+    def _answer_health(self, request: HttpRequest) -> None:
         available = sum(t.health.available for t in self.plane.targets)
         good = available > 0 and not self.draining
         state = "draining" if self.draining else "ok" if good else "no replica is available"
         body = orjson.dumps({"status": state, "available": available})
-        request.client.answer(request.head, 200 if good else 503, body)
+        request.client.respond(request.head, 200 if good else 503, body)
 
     # Life.
 

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from tailrace.config import MAX_REPLICAS, Settings, assign, load_toml, parse
 from tailrace.errors import TailraceError
+from tailrace.net.limits import Seconds
 from tailrace.router.decide.chooser import ChooserSettings
 from tailrace.router.intake.tokens import TokenSettings
 from tailrace.router.observe.decision_log import DecisionLogSettings
@@ -23,7 +24,6 @@ from tailrace.router.settings import (
     LimitSettings,
     LogSettings,
     RetrySettings,
-    Seconds,
     address,
     is_loopback,
 )

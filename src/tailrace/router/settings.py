@@ -13,8 +13,9 @@ from pydantic import Field, field_validator
 
 from tailrace.config import Replica, Settings
 from tailrace.errors import TailraceError
+from tailrace.net.limits import ConnectionLimits, Seconds
+from tailrace.net.origin import Origin
 
-Seconds = Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
@@ -36,12 +37,10 @@ class BackendSettings(Settings):
     @classmethod
     def _is_http(cls, value: str) -> str:
         try:
-            parts = urlsplit(value)
-            port = parts.port
+            Origin.parse(value)
         except ValueError:
             raise ValueError("is no address; write it like http://10.0.0.1:8000") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-            raise ValueError("is no address; write it like http://10.0.0.1:8000")
+        parts = urlsplit(value)
         if parts.query or parts.fragment or parts.username or parts.password:
             raise ValueError("must be scheme, host, port and path only; keys go to api_key_env")
         if any(c <= " " or c == "\x7f" for c in value) or not value.isascii():
@@ -49,30 +48,15 @@ class BackendSettings(Settings):
         return value.rstrip("/")
 
     @property
+    def origin(self) -> Origin:
+        """Where to connect."""
+        return Origin.parse(self.url)
+
+    @property
     def label(self) -> str:
         """Its name, or host:port."""
-        return self.name or f"{self.host}:{self.port}"
-
-    @property
-    def host(self) -> str:
-        """Host name or address."""
-        return urlsplit(self.url).hostname or ""
-
-    @property
-    def port(self) -> int:
-        """Port number."""
-        parts = urlsplit(self.url)
-        return parts.port or (443 if parts.scheme == "https" else 80)
-
-    @property
-    def tls(self) -> bool:
-        """Whether it is spoken to over TLS."""
-        return self.url.startswith("https:")
-
-    @property
-    def prefix(self) -> str:
-        """Path that is put before every request's path; usually empty."""
-        return urlsplit(self.url).path.rstrip("/")
+        host, port, *_ = self.origin
+        return self.name or f"{host}:{port}"
 
     def api_key(self) -> str | None:
         """Return the key from the environment; raise if the variable is named but not set."""
@@ -87,25 +71,9 @@ class BackendSettings(Settings):
         return key
 
 
-class LimitSettings(Settings):
+class LimitSettings(ConnectionLimits):
     """What one client may cost, and how long anything may take."""
 
-    header_bytes: int = Field(default=32_768, ge=1024, le=2**24)
-    """Largest request head; above: 431."""
-    body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**31)
-    """Largest request body; above: 413."""
-    connections: int = Field(default=10_000, ge=1, le=1_000_000)
-    """Client connections at once; above: 503."""
-    header_s: Seconds = 10.0
-    """For a request head, from its first byte; above: 408."""
-    body_s: Seconds = 30.0
-    """Between two pieces of a request body; above: 408."""
-    idle_s: Seconds = 75.0
-    """How long a client connection may be without a request."""
-    client_stall_s: Seconds = 60.0
-    """How long a client may leave its answer unread; above: it counts as gone."""
-    connect_s: Seconds = 3.0
-    """To connect to a backend."""
     first_byte_s: Seconds = 600.0
     """From sending a request to the first byte of the answer."""
     between_chunks_s: Seconds = 120.0

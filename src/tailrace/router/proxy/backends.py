@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger("tailrace.router")
 
 
+def _pool(backend: BackendSettings, settings: ServeSettings) -> Pool:
+    return Pool(backend.origin, connect_s=settings.limits.connect_s, api_key=backend.api_key())
+
+
 class Target:
     """One backend as the router uses it."""
 
@@ -30,7 +34,7 @@ class Target:
         self.backend = backend
         self.label = backend.label
         self.label_bytes = backend.label.encode("ascii", "replace")
-        self.pool = Pool(backend, settings.limits)
+        self.pool = _pool(backend, settings)
         self.health = Health(
             settings.health,
             backend.max_in_flight or settings.admission.max_in_flight,
@@ -92,7 +96,7 @@ class Plane:
                 continue
             if backend.api_key_env != target.backend.api_key_env:
                 target.pool.close()
-                target.pool = Pool(backend, settings.limits)
+                target.pool = _pool(backend, settings)
             target.backend, target.label = backend, backend.label
             target.label_bytes = backend.label.encode("ascii", "replace")
             limit = backend.max_in_flight or settings.admission.max_in_flight

@@ -4,7 +4,7 @@ import os
 from typing import TYPE_CHECKING
 
 from tailrace.net.heads import is_request_id
-from tailrace.net.server import Request, error_body
+from tailrace.net.server import HttpRequest, error_body
 from tailrace.router.intake.fast_body import BodyReader
 from tailrace.router.intake.request_body import BadRequest, kind_of, read_body
 from tailrace.router.proxy.admission import Queue, RetryBudget
@@ -47,7 +47,7 @@ class Forwarder:
         # A local tokenizer needs the text as such.
         self._read = read_body if plane.cluster.counter.reads_text else BodyReader().read
 
-    def start(self, request: Request) -> Exchange | None:
+    def start(self, request: HttpRequest) -> Exchange | None:
         """Begin with a client's request; None: it is answered already."""
         head = request.head
         kind = "other"
@@ -59,7 +59,7 @@ class Forwarder:
                     asked = self._read(kind, head.lower, request.body)
                 except BadRequest as error:
                     self.telemetry.request_done(None, 400, "refused", kind)
-                    request.client.answer(head, 400, error_body(400, str(error)))
+                    request.client.respond(head, 400, error_body(400, str(error)))
                     return None
                 arrival = self.plane.cluster.arrive(asked, keep=True)
         self.budget.request()
@@ -74,7 +74,7 @@ class Forwarder:
         kind = self._kinds[path] = kind_of(path.decode("latin-1"))
         return kind
 
-    def request_id(self, request: Request) -> bytes:
+    def request_id(self, request: HttpRequest) -> bytes:
         """Return the client's request id, or a new one."""
         given = request.head.lower.get(b"x-request-id")
         if given is not None and is_request_id(given):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tailrace.net.client import UpstreamConnection
 from tailrace.net.heads import ResponseHead
-from tailrace.net.server import Request, error_body
+from tailrace.net.server import HttpRequest, error_body
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.proxy import response_headers
 from tailrace.router.proxy.backends import Target
@@ -39,7 +39,7 @@ class Exchange:
     def __init__(
         self,
         forwarder: "Forwarder",
-        request: Request,
+        request: HttpRequest,
         kind: str,
         asked: RequestBody | None,
         arrival: "Arrival | None",
@@ -368,7 +368,7 @@ class Exchange:
         request = self._request
         extra += b"x-request-id: %b\r\n" % self.id
         self._finish(outcome, status)
-        request.client.answer(request.head, status, error_body(status, why, outcome), extra=extra)
+        request.client.respond(request.head, status, error_body(status, why, outcome), extra=extra)
 
     # Accounts.
 

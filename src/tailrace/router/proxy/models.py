@@ -6,7 +6,7 @@ from typing import Any
 import orjson
 
 from tailrace.net.client import FetchError, Response
-from tailrace.net.server import Request, error_body
+from tailrace.net.server import HttpRequest, error_body
 from tailrace.router.proxy.backends import Target
 
 PATH = b"/v1/models"
@@ -16,7 +16,7 @@ TIMEOUT_S = 5.0
 class ModelsAnswer:
     """Asks all backends and answers with the union; a request under way for its connection."""
 
-    def __init__(self, request: Request, targets: list[Target]) -> None:
+    def __init__(self, request: HttpRequest, targets: list[Target]) -> None:
         self._request = request
         self._task = asyncio.get_running_loop().create_task(self._run(targets))
 
@@ -31,7 +31,7 @@ class ModelsAnswer:
         for error in answers:
             if isinstance(error, BaseException) and not isinstance(error, FetchError):
                 raise error
-        request.client.answer(request.head, status, body)
+        request.client.respond(request.head, status, body)
 
     def client_gone(self) -> None:
         """Ask no further."""

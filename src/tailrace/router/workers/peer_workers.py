@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tailrace.net.server import Request
+from tailrace.net.server import HttpRequest
 
 #: For one worker's answer, s; one that is busy for longer is left out.
 TIMEOUT_S = 2.0
@@ -68,7 +68,7 @@ class Gathering:
 
     def __init__(
         self,
-        request: Request,
+        request: HttpRequest,
         siblings: Siblings,
         path: str,
         merge: Callable[[list[Told]], tuple[int, bytes, bytes]],
@@ -86,7 +86,7 @@ class Gathering:
         head = self._request.head
         method = "POST" if head.method == b"POST" else "GET"
         status, kind, body = merge(await siblings.ask(method, path))
-        self._request.client.answer(head, status, body, content_type=kind)
+        self._request.client.respond(head, status, body, content_type=kind)
 
     def client_gone(self) -> None:
         """Ask no further."""

@@ -48,8 +48,8 @@ LAYERS = (
     ("router.observe",),
     ("router.serve_settings",),
     ("router.proxy",),
-    ("router.workers",),
     ("router",),
+    ("router.workers",),
     ("integrations",),
     ("terminal",),
     ("report",),
@@ -65,15 +65,6 @@ ALLOWED = frozenset(
         "learn.external_worlds -> integrations.vidur",
         "learn.external_worlds -> integrations.vidur.limits",
         "learn.external_worlds -> integrations.vidur.rollout",
-        "router.observe.prometheus -> router.app",
-        "router.observe.prometheus -> router.proxy.backends",
-        "router.observe.prometheus -> router.proxy.health",
-        "router.observe.status -> router.app",
-        "router.observe.status -> router.proxy.backends",
-        "router.observe.status -> router.proxy.health",
-        "router.observe.telemetry -> router.app",
-        "router.workers.worker -> router.admin",
-        "router.workers.worker -> router.app",
         "scenario -> evaluate.search.capacity",
     }
 )
@@ -162,8 +153,6 @@ KNOTTED = frozenset(
         "emulate.metrics",
         "evaluate.search.capacity",
         "integrations.live_training.process",
-        "router.admin",
-        "router.proxy.dispatcher",
         "router.state.attempt",
     }
 )

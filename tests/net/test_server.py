@@ -217,7 +217,7 @@ def test_who_closes_when(version: str, connection: str, closes: bool) -> None:
 def test_an_error_of_ours_is_told_and_harms_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         async with world(1) as w:
-            monkeypatch.setattr(w.router.forwarder, "start", lambda request: 1 / 0)
+            monkeypatch.setattr(w.router.dispatcher, "start", lambda request: 1 / 0)
             answer = await w.ask(post())
             assert answer.status == 500
             monkeypatch.undo()
@@ -248,7 +248,7 @@ def test_malformed_requests_leave_nothing_behind() -> None:
                     client.abort() if rng.random() < 0.5 else client.writer.close()
                 w.opened.clear()
             await forget_clients(w)
-            while w.router.forwarder.active:
+            while w.router.dispatcher.active:
                 await asyncio.sleep(0)
             w.assert_quiet()
             assert (await w.ask(post())).status == 200

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 import uvloop
 
-from tailrace.router.app import NoTelemetry, Router
+from tailrace.router.app import Router
 from tailrace.router.serve_settings import ServeSettings
 
 T = TypeVar("T")
@@ -169,8 +169,8 @@ class Backend:
         return Seen(line, headers, [name.lower() for name, _ in pairs], body)
 
 
-class Counts(NoTelemetry):
-    """Telemetry that remembers."""
+class Counts:
+    """An event sink that remembers."""
 
     def __init__(self) -> None:
         self.done: list[tuple[int, str, str]] = []
@@ -179,6 +179,9 @@ class Counts(NoTelemetry):
 
     def request_done(self, attempt: Any, status: int, outcome: str, path_kind: str) -> None:
         self.done.append((status, outcome, path_kind))
+
+    def decided(self, decision: Any) -> None:
+        pass
 
     def retried(self, replica: int, cause: str) -> None:
         self.retries.append((replica, cause))
@@ -210,12 +213,12 @@ class World:
         return await client.answer(head=request.startswith(b"HEAD"))
 
     def assert_quiet(self) -> None:
-        """Nothing is under way, in any book."""
-        assert not self.router.forwarder.active
-        assert len(self.router.forwarder.queue) == 0
-        for target in self.router.plane.targets:
-            assert target.active == 0
-        replicas = self.router.plane.cluster.replicas
+        """No request is in progress, by any count."""
+        assert not self.router.dispatcher.active
+        assert len(self.router.dispatcher.queue) == 0
+        for backend in self.router.backends.all:
+            assert backend.active == 0
+        replicas = self.router.backends.cluster.replicas
         for name in ("in_flight", "queued", "queued_tokens", "context_tokens", "predicted_tokens"):
             assert not replicas[name].any(), name
 
@@ -315,7 +318,7 @@ async def world(n: int = 2, **over: Any) -> AsyncIterator[World]:
     for backend in backends:
         await backend.start()
     counts, clock = Counts(), Clock()
-    router = Router(settings_for(backends, **over), telemetry=counts, clock=clock)
+    router = Router(settings_for(backends, **over), events=counts, clock=clock)
     await router.start()
     made = World(router, backends, counts, clock)
     try:

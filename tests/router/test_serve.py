@@ -30,7 +30,7 @@ from router.conftest import (
 )
 from tailrace.cli import serve
 from tailrace.errors import TailraceError
-from tailrace.router.app import Router, create
+from tailrace.router.app import Router
 from tailrace.router.serve_settings import load
 
 
@@ -51,8 +51,8 @@ def test_health_is_the_routers_own() -> None:
         async with world(2) as w:
             request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
             assert orjson.loads((await w.ask(request)).body) == {"status": "ok", "available": 2}
-            for target in w.router.plane.targets:
-                target.health.drain(True)
+            for backend in w.router.backends.all:
+                backend.health.drain(True)
             assert (await w.ask(request)).status == 503
             assert not w.backends[0].seen
 
@@ -104,7 +104,7 @@ def test_metrics_and_status_of_a_whole_router() -> None:
     async def test() -> None:
         backend = Backend()
         await backend.start()
-        router = create(settings_for([backend]))
+        router = Router(settings_for([backend]))
         await router.start()
         w = World(router, [backend], None, None)  # type: ignore[arg-type]
         assert (await w.ask(post())).status == 200
@@ -143,7 +143,7 @@ def test_strangers_at_the_admin_listener(monkeypatch: pytest.MonkeyPatch) -> Non
             drain = "POST /backends/0/drain"
             assert (await admin(w, drain, "Host: evil.example:1"))[0] == 403
             assert (await admin(w, drain, "Host: 127.0.0.1:1", "Origin: http://evil"))[0] == 403
-            assert w.router.plane.targets[0].health.available
+            assert w.router.backends.all[0].health.available
         async with world(1, admin={"listen": "127.0.0.1:0", "token_env": "TOKEN"}) as w:
             assert (await admin(w, "GET /status"))[0] == 401
             assert (await admin(w, "GET /status", "Host: x", "Authorization: Bearer no"))[0] == 401
@@ -186,7 +186,7 @@ def test_reload_while_streams_go_on(tmp_path: Path) -> None:
         write(b, c, policy="least_outstanding")
         assert router.reload() == {"added": [f"127.0.0.1:{c.port}"],
                                    "removed": [f"127.0.0.1:{a.port}"]}  # fmt: skip
-        assert router.plane.chooser.policy.name == "least_outstanding"
+        assert router.backends.chooser.policy.name == "least_outstanding"
         before = len(a.seen)
         for _ in range(6):
             assert (await w.ask(post())).status == 200
@@ -203,7 +203,7 @@ def test_reload_while_streams_go_on(tmp_path: Path) -> None:
         assert (await w.ask(post())).status == 200
         write(a, b)
         router.reload()
-        assert [t.health.removed for t in router.plane.targets] == [False, False, True]
+        assert [t.health.removed for t in router.backends.all] == [False, False, True]
         for _ in range(6):
             assert (await w.ask(post())).status == 200
         assert len(a.seen) > before
@@ -213,6 +213,25 @@ def test_reload_while_streams_go_on(tmp_path: Path) -> None:
         await router.stop()
         for backend in (a, b, c):
             await backend.kill()
+
+    run(test())
+
+
+def test_the_metrics_of_a_removed_backend_are_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "serve.toml"
+
+    def write(*numbers: int) -> None:
+        urls = "".join(f'[[backends]]\nurl = "http://127.0.0.1:{n}"\n' for n in numbers)
+        file.write_text(f'listen = "127.0.0.1:0"\nrouting.policy = "round_robin"\n{urls}')
+
+    async def test() -> None:
+        write(1, 2)
+        router = Router(load(file, {}), load=lambda: load(file, {}))
+        write(2)
+        router.reload()
+        await router.scraper.scrape()
+        assert router.scraper.failures == {1: 1}
+        router.decision_log.close()
 
     run(test())
 
@@ -229,11 +248,11 @@ def test_reload_brings_new_health_settings(tmp_path: Path) -> None:
 
     write(3)
     router = Router(load(file, {}), load=lambda: load(file, {}))
-    health = router.plane.targets[0].health
+    health = router.backends.all[0].health
     health.failure(1.0, "x")
     write(2, '[[backends]]\nurl = "http://127.0.0.1:2"\n')
     router.reload()
-    assert [t.health.settings.failures for t in router.plane.targets] == [2, 2]
+    assert [t.health.settings.failures for t in router.backends.all] == [2, 2]
     health.failure(1.0, "x")  # the first one counts still
     assert health.state == "open"
     # A backend that was out for a while has the new ones too.
@@ -241,7 +260,7 @@ def test_reload_brings_new_health_settings(tmp_path: Path) -> None:
     router.reload()
     write(5, '[[backends]]\nurl = "http://127.0.0.1:2"\n')
     router.reload()
-    back = router.plane.targets[1].health
+    back = router.backends.all[1].health
     for _ in range(4):
         back.failure(1.0, "x")
     assert back.state == "closed"
@@ -291,7 +310,7 @@ def test_the_end_has_a_limit() -> None:
             busy.send(post())
             await w.backends[0].arrived.wait()
             waiting.send(post())
-            while not len(w.router.forwarder.queue):
+            while not len(w.router.dispatcher.queue):
                 await asyncio.sleep(0)
             await w.router.stop(drain_s=0.01)
             await w.backends[0].lost.wait()
@@ -307,8 +326,8 @@ def test_probes_take_out_what_does_not_answer() -> None:
             for _ in range(3):
                 failing = await w.router.probe()
                 assert [t.label for t, _ in failing] == ["b0"]
-            assert w.router.plane.targets[0].health.state == "open"
-            assert not w.router.plane.cluster.available(0)
+            assert w.router.backends.all[0].health.state == "open"
+            assert not w.router.backends.cluster.available(0)
 
     run(test())
 

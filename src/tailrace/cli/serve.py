@@ -80,7 +80,7 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
     console.need(*_MODULES, extra="serve", what="serve")
     import uvloop
 
-    from tailrace.router.app import create
+    from tailrace.router.app import Router
     from tailrace.router.observe import logs
     from tailrace.router.serve_settings import load
 
@@ -97,16 +97,16 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
 
         again = read if config is not None else None
         return serve_several(settings, again, _announce_several, _warn)
-    router = create(settings, load=read if config is not None else None)
+    router = Router(settings, load=read if config is not None else None)
 
     async def main() -> int:
         try:
             failing = await router.probe()
-            for target, why in failing:
-                _warn(target.backend.url, why)
+            for backend, why in failing:
+                _warn(backend.settings.url, why)
             if not check:
                 return await router.run(lambda: _announce(router))
-            size = len(router.plane.present)
+            size = len(router.backends.present)
             click.echo(f"{size - len(failing)} of {size} backends answer")
             return 1 if failing else 0
         finally:
@@ -121,8 +121,8 @@ def _warn(url: str, why: str) -> None:
 
 
 def _announce(router: "Router") -> None:
-    policy = router.plane.chooser.policy.name
-    _say_where(len(router.plane.present), policy, router.listen_at, router.admin_at)
+    policy = router.backends.chooser.policy.name
+    _say_where(len(router.backends.present), policy, router.listen_at, router.admin_at)
 
 
 def _announce_several(settings: "ServeSettings") -> None:

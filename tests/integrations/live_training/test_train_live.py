@@ -33,7 +33,7 @@ from tailrace.learn.trainer import Trainer
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
 from tailrace.router.decide.chooser import Chooser
-from tailrace.router.observe.events import NoTelemetry
+from tailrace.router.observe.telemetry import Telemetry
 from tailrace.router.state.cluster import Attempt, ClusterState
 from tailrace.sim.result import FINISHED
 from tailrace.workload import library
@@ -162,9 +162,9 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
         assert figures["epsilon"] == 0.1
     assert (last["open"], last["hook_errors"], last["last_error"]) == (0, 0, "")
     status = last["router"]
-    assert (status["policy"], status["in_flight"], status["queued"]) == ("recorder", 0, 0)
-    assert status["decisions"]["decisions"] == sum(len(result.requests) for result in loads)
-    assert "fallback_error" not in status["decisions"]
+    assert (status["policy"], status["in_flight"], status["waiting"]) == ("recorder", 0, 0)
+    assert status["decisions"]["total"] == sum(len(result.requests) for result in loads)
+    assert "error" not in status["fallbacks"]
     shipped = checkpoint.shipped().tensors
     trained = checkpoint.read(tmp_path / "run" / "last.tailrace")[1]
     assert (shipped["scorer.hidden.weight"] != trained["scorer.hidden.weight"]).any()
@@ -233,7 +233,7 @@ def asked(cluster: ClusterState, chooser: Chooser, text: str = "x", **fields: ob
 
 def over(recorder: LiveRecorder, attempt: Attempt, outcome: str) -> None:
     attempt.close(outcome)
-    Ends(NoTelemetry(), recorder).request_done(attempt, 200, outcome, "chat")
+    Ends(Telemetry(), recorder).request_done(attempt, 200, outcome, "chat")
 
 
 def cost_s(recorder: LiveRecorder, now: float) -> dict[str, float]:

@@ -152,7 +152,7 @@ def questions(w: World) -> list[Any]:
 
 
 async def settled(w: World) -> None:
-    while w.router.forwarder.asker._tasks:
+    while w.router.dispatcher.context.tokenize_probe.pending:
         await asyncio.sleep(0)
 
 
@@ -163,7 +163,7 @@ def test_servers_are_asked_where_answers_say_nothing() -> None:
     async def test() -> None:
         async with world(1, tokens={"source": "auto"}) as w:
             w.backends[0].default = tokenizing(2000)
-            counter = w.router.plane.cluster.counter
+            counter = w.router.backends.cluster.counter
             for _ in range(5):
                 assert (await w.ask(post(body=PROMPT))).complete
                 await settled(w)
@@ -207,6 +207,8 @@ def test_servers_are_not_asked_in_vain(how: str) -> None:
                 await settled(w)
             # One that cannot answer is asked once and then left alone.
             assert len(questions(w)) == (1 if how == "failed" else 0)
-            assert w.router.forwarder.asker.failed == (1 if how == "failed" else 0)
+            assert w.router.dispatcher.context.tokenize_probe.failed == (
+                1 if how == "failed" else 0
+            )
 
     run(test())

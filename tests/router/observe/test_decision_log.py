@@ -137,7 +137,6 @@ def test_a_line_is_made_when_it_is_asked_for_or_enough_have_come(tmp_path: Path)
     _play(log, cluster, 3)
     log.flush()
     log.flush()  # there is nothing more
-    assert sum(map(len, log._lines)) + log.written <= 3
     _play(log, cluster, 100)
     log.close()
     ids = [int(line["id"].split("-")[1]) for line in _lines(tmp_path)]

@@ -13,7 +13,7 @@ import orjson
 from prometheus_client.parser import text_string_to_metric_families
 
 from router.conftest import Backend, Client, post, run, settings_for
-from tailrace.router.app import create
+from tailrace.router.app import Router
 from tailrace.router.workers import aggregate
 
 RECORDED = json.loads((Path(__file__).parent / "exported_names.json").read_text())
@@ -57,7 +57,7 @@ def exported() -> dict[str, Any]:
             "policy": "round_robin", "limit_ms": 10_000, "canary": "least_outstanding",
             "canary_share": 0.5, "shadow": "random",
         }  # fmt: skip
-        router = create(settings_for([backend, dead], routing=routing, metrics={}))
+        router = Router(settings_for([backend, dead], routing=routing, metrics={}))
         await router.start()
         found: dict[str, Any] = {}
 
@@ -77,7 +77,7 @@ def exported() -> dict[str, Any]:
                 answer = await get(router.listen_at, post())
             found["headers"] = sorted(answer.headers)
             await router.scraper.scrape()
-            router.telemetry.shed("queue")
+            router.events.shed("queue")
             pages = {path: orjson.loads(await admin(path)) for path in ("/status", "/backends")}
             found["/metrics"] = metrics((await admin("/metrics")).decode())
             pages["/backends/0/drain"] = orjson.loads(await admin("/backends/0/drain", "POST"))

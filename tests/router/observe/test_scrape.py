@@ -130,6 +130,17 @@ def test_a_replica_that_never_answers_delays_no_other_and_is_given_up() -> None:
     assert np.isneginf(cluster.replicas[0]["metrics_at"])
 
 
+def test_only_replicas_that_are_present_are_asked() -> None:
+    asked = []
+
+    async def fetch(replica: int, path: str) -> bytes:
+        asked.append(replica)
+        return b"vllm:num_requests_running 1\n"
+
+    asyncio.run(Scraper(new_cluster(3), fetch, present=lambda: (0, 2)).scrape())
+    assert asked == [0, 2]
+
+
 def test_off_means_never() -> None:
     async def fetch(replica: int, path: str) -> bytes:
         raise AssertionError

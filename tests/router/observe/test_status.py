@@ -6,35 +6,43 @@ import numpy as np
 import orjson
 import pytest
 
-from router.conftest import Backend, Client, post, settings_for
-from router.watched import Watched
-from tailrace.router.app import Router, create
+from router.conftest import Backend, Client, post, run, settings_for, world
+from router.observed import Observed
+from tailrace.router.app import Router
+from tailrace.router.observe import prometheus
+from tailrace.router.observe.scrape import ScrapeSettings
 from tailrace.router.observe.status import (
     PAGE,
     PAGE_HEADERS,
     SHOWN_SCORES,
-    Status,
+    describe,
+    history,
     plain_url,
     shown_scores,
 )
-from tailrace.router.observe.telemetry import Telemetry
 
 
-def told(watched):
+def body(observed):
+    """The body of /status, of a router or of a state that was set."""
+    return orjson.dumps(describe(observed.telemetry, observed.snapshot()))
+
+
+def status_of(observed):
     """/status as a client reads it."""
-    return orjson.loads(Status(watched.telemetry).json())
+    return orjson.loads(body(observed))
 
 
 def test_replicas_are_told_with_what_is_known_of_them():
-    watched = Watched(("fast", "slow"))
-    watched.load(0, 9, 4)
-    watched.views["speed"][1] = 0.6
-    watched.held["held_tokens"][0] = 500
-    watched.scrape(0, running=5, waiting=4, kv_used=0.7)
+    observed = Observed(("fast", "slow"))
+    observed.set(
+        0, in_flight=9, queued=4, running=5, waiting=4, kv_used=0.7, metrics_age_s=1.5,
+        cached_tokens=1000,
+    )  # fmt: skip
+    observed.set(1, speed=0.6)
     for replica in (0, 0, 0, 1):
-        watched.decide(replica)
-    watched.passes(1.5)
-    first, second = told(watched)["replicas"]
+        observed.decide(replica)
+    observed.passes(1.5)
+    first, second = status_of(observed)["replicas"]
     assert first["name"] == "fast"
     assert first["url"] == "http://10.0.0.1:8000"
     assert (first["state"], first["available"]) == ("closed", True)
@@ -49,12 +57,11 @@ def test_replicas_are_told_with_what_is_known_of_them():
 
 
 def test_states_of_replicas():
-    watched = Watched(("fine", "broken", "drained", "gone"))
-    targets = watched.plane.targets
-    watched.breaks(1, "connection refused")
-    targets[2].health.drain(True)
-    targets[3].health.remove(True)
-    found = told(watched)["replicas"]
+    observed = Observed(("fine", "broken", "drained", "gone"))
+    observed.breaks(1, "connection refused")
+    observed.set(2, state="draining", available=False, draining=True)
+    observed.removed(3)
+    found = status_of(observed)["replicas"]
     assert [(r["name"], r["state"], r["available"]) for r in found] == [
         ("fine", "closed", True), ("broken", "open", False), ("drained", "draining", False),
     ]  # fmt: skip
@@ -62,11 +69,11 @@ def test_states_of_replicas():
 
 
 def test_decisions_are_told_the_latest_first():
-    watched = Watched(("a", "b", "c"), shadow="round_robin")
-    watched.decide(0, 1, [0.1, 0.2, 0.3], "shorter queue (1 against 2 tokens)")
-    watched.clock.now += 3
-    watched.decide(2, -1, [5.0, np.nan, 1.0], fell_back="range", shadow=1, ttft_s=float("inf"))
-    latest, first = told(watched)["recent"]
+    observed = Observed(("a", "b", "c"), shadow="round_robin")
+    observed.decide(0, 1, [0.1, 0.2, 0.3], "shorter queue (1 against 2 tokens)")
+    observed.clock.now += 3
+    observed.decide(2, -1, [5.0, np.nan, 1.0], fell_back="range", shadow=1, ttft_s=float("inf"))
+    latest, first = status_of(observed)["recent"]
     assert (first["replica"], first["runner_up"], first["age_s"]) == ("a", "b", 3.0)
     assert first["reason"] == "shorter queue (1 against 2 tokens)"
     assert [s["replica"] for s in first["scores"]] == ["a", "b", "c"]
@@ -78,17 +85,17 @@ def test_decisions_are_told_the_latest_first():
 
 
 def test_numbers_of_decisions_go_on_when_old_ones_are_forgotten():
-    watched = Watched()
+    observed = Observed()
     for _ in range(130):
-        watched.decide(0)
-    numbers = [d["number"] for d in told(watched)["recent"]]
+        observed.decide(0)
+    numbers = [d["number"] for d in status_of(observed)["recent"]]
     assert numbers == list(range(130, 80, -1))
 
 
 def test_scores_shown_are_few_and_of_replicas_that_could_be_chosen():
-    watched = Watched([str(i) for i in range(100)])
+    observed = Observed([str(i) for i in range(100)])
     scores = np.arange(100.0)
-    decision = watched.decide(40, 60, scores)
+    decision = observed.decide(40, 60, scores)
     shown = shown_scores(decision)
     assert shown[:2] == [40, 60]
     assert len(shown) == SHOWN_SCORES
@@ -97,17 +104,17 @@ def test_scores_shown_are_few_and_of_replicas_that_could_be_chosen():
 
 
 def test_percentiles_pace_and_counts():
-    watched = Watched()
-    t = watched.telemetry
+    observed = Observed()
+    t = observed.telemetry
     for _ in range(20):
-        watched.decide(0)
-        t.request_done(watched.attempt(ttft_s=0.5, e2e_s=3.0), 200, "done", "chat")
+        observed.decide(0)
+        t.request_done(observed.attempt(ttft_s=0.5, e2e_s=3.0), 200, "done", "chat")
     t.request_done(None, 429, "shed", "chat")
     t.shed("queue")
     t.retried(0, "connect")
     t.retried(1, "connect")
-    watched.passes(2.0)
-    found = told(watched)
+    observed.passes(2.0)
+    found = status_of(observed)
     assert found["latency"]["ttft"]["1m"]["p99_s"] == pytest.approx(0.5, rel=0.03)
     assert found["latency"]["e2e"]["5m"]["p50_s"] == pytest.approx(3.0, rel=0.03)
     assert found["latency"]["e2e"]["5m"]["count"] == 20
@@ -118,14 +125,14 @@ def test_percentiles_pace_and_counts():
 
 
 def test_shadow_and_canary():
-    assert told(Watched())["shadow"] is None
-    assert told(Watched())["canary"] is None
-    watched = Watched(shadow="round_robin", canary="lmetric", canary_share=0.1)
-    assert told(watched)["canary"]["share_of_decisions"] is None
+    assert status_of(Observed())["shadow"] is None
+    assert status_of(Observed())["canary"] is None
+    observed = Observed(shadow="round_robin", canary="lmetric", canary_share=0.1)
+    assert status_of(observed)["canary"]["share_of_decisions"] is None
     for shadow in (0, 1, 1, 1):
-        watched.decide(0, shadow=shadow)
-    watched.counts.update(decisions=4, canary=1)
-    found = told(watched)
+        observed.decide(0, shadow=shadow)
+    observed.state |= {"decisions": 4, "canary_decisions": 1}
+    found = status_of(observed)
     assert found["shadow"] == {
         "policy": "round_robin", "decisions": 4, "disagreements": 3, "share_of_disagreements": 0.75,
     }  # fmt: skip
@@ -135,30 +142,26 @@ def test_shadow_and_canary():
 
 
 def test_history_is_of_the_last_five_minutes():
-    watched = Watched()
+    observed = Observed()
     for step in range(200):
-        watched.load(0, step, step // 2)
-        watched.decide(0)
-        watched.passes(2.0)
-    history = orjson.loads(Status(watched.telemetry).history_json())
-    assert len(history["age_s"]) == 150
-    assert history["in_flight"][-1] == [199, 0]
-    assert history["queued"][-1] == [99, 0]
-    assert history["decisions_per_s"][-1] == 0.5
-    assert history["age_s"][-1] == pytest.approx(0.0, abs=2.0)
-    assert history["age_s"][0] == pytest.approx(298.0, abs=2.0)
+        observed.set(0, in_flight=step, queued=step // 2)
+        observed.decide(0)
+        observed.passes(2.0)
+    found = history(observed.telemetry, observed.snapshot())
+    assert len(found["age_s"]) == 150
+    assert found["in_flight"][-1] == [199, 0]
+    assert found["queued"][-1] == [99, 0]
+    assert found["decisions_per_s"][-1] == 0.5
+    assert found["age_s"][-1] == pytest.approx(0.0, abs=2.0)
+    assert found["age_s"][0] == pytest.approx(298.0, abs=2.0)
 
 
 def test_it_is_strict_json_whatever_the_names():
-    watched = Watched(("\udcff", "</script>", '"'))
-    watched.decide(0, 1, [np.inf, np.nan, -np.inf], "\udc80")
-    body = Status(watched.telemetry).json()
-    assert b"</script>" in body  # served as JSON, and put in as text
-    json.loads(body, parse_constant=pytest.fail)
-
-
-def test_before_a_router_is_there():
-    assert orjson.loads(Status(Telemetry()).json())["state"] == "starting"
+    observed = Observed(("\udcff", "</script>", '"'))
+    observed.decide(0, 1, [np.inf, np.nan, -np.inf], "\udc80")
+    text = body(observed)
+    assert b"</script>" in text  # served as JSON, and put in as text
+    json.loads(text, parse_constant=pytest.fail)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_the_page_loads_nothing_and_allows_nothing_else():
 # ---- behind the real router ---------------------------------------------------------------------
 
 
-def test_a_real_router_is_watched():
+def test_a_real_router_is_observed():
     """Two backends, one of which is dead: what happened is in /status and in /metrics."""
 
     async def go():
@@ -202,9 +205,7 @@ def test_a_real_router_is_watched():
         for b in (backend, dead):
             await b.start()
         await dead.kill()
-        telemetry = Telemetry()
-        router = Router(settings_for([backend, dead]), telemetry=telemetry)
-        telemetry.watch(router)
+        router = Router(settings_for([backend, dead]))
         await router.start()
         try:
             for _ in range(6):
@@ -212,12 +213,12 @@ def test_a_real_router_is_watched():
                 client.send(post(body=b'{"prompt":"a secret","user":"somebody"}'))
                 assert (await client.answer()).status == 200
                 client.writer.close()
-            return Status(telemetry).json(), Status(telemetry).history_json(), telemetry.render()
+            return body(router), prometheus.render(router.telemetry.metrics, router.snapshot())
         finally:
             await router.stop()
             await backend.kill()
 
-    status, history, metrics = asyncio.run(asyncio.wait_for(go(), 60))
+    status, metrics = asyncio.run(asyncio.wait_for(go(), 60))
     found = orjson.loads(status)
     alive, dead = found["replicas"]
     assert (alive["name"], alive["state"], dead["state"]) == ("b0", "closed", "open")
@@ -227,7 +228,6 @@ def test_a_real_router_is_watched():
     assert found["policy"] == "round_robin"
     assert found["latency"]["e2e"]["1m"]["count"] == 6
     assert len(found["recent"]) == found["decisions"]["total"] == 9
-    assert orjson.loads(history)["every_s"] == 2.0
     text = metrics.decode()
     wanted = (
         'tailrace_requests_total{kind="completion",outcome="done",replica="b0",status="200"} 6.0'
@@ -238,6 +238,51 @@ def test_a_real_router_is_watched():
         assert secret not in text + status.decode()
 
 
+def test_the_snapshot_of_a_router():
+    """What gauges and /status show comes from the parts that know it."""
+
+    async def go():
+        async with world(4, admission={"max_in_flight": 1}) as w:
+            fine, broken, drained = w.router.backends.all[:3]
+            w.backends[0].metrics = b"vllm:num_requests_running 3\nvllm:kv_cache_usage_perc 0.5\n"
+            w.backends[1].metrics = b"nothing"
+            w.router.scraper.settings = ScrapeSettings()
+            await w.router.scraper.scrape()
+            w.clock.ahead_s += 7.0
+            for _ in range(3):
+                broken.health.failure(w.clock(), "connection refused")
+            drained.health.drain(True)
+            w.backends[0].default = never
+            busy, waiting = await w.client(), await w.client()
+            busy.send(post(body=b'{"prompt":"hello"}'))
+            w.router.backends.all[3].health.remove(True)
+            while not fine.active:
+                await asyncio.sleep(0)
+            waiting.send(post())
+            while not len(w.router.dispatcher.queue):
+                await asyncio.sleep(0)
+            return w.router.snapshot()
+
+    async def never(seen, reader, writer):
+        await reader.read()
+
+    found = run(go(), limit_s=60)
+    fine, broken, drained, removed = found.backends
+    assert (found.policy, found.waiting, found.clients, found.decisions) == ("round_robin", 1, 2, 1)
+    assert (fine.name, fine.state, fine.available, fine.limit) == ("b0", "closed", True, 1)
+    assert (fine.in_flight, fine.ledger_in_flight, fine.queued) == (1, 1, 1)
+    assert fine.connections >= 1
+    assert (fine.running, fine.waiting, fine.kv_used) == (3, None, 0.5)
+    assert fine.metrics_age_s == pytest.approx(7.0, abs=1.0)
+    assert (fine.capacity_tokens > 0, fine.speed) == (True, 1.0)
+    assert (broken.state, broken.breaker, broken.why) == ("open", "open", "connection refused")
+    assert (broken.available, broken.opened, broken.metrics_age_s) == (False, 1, None)
+    assert broken.scrape_failures >= 1
+    assert (drained.state, drained.draining, drained.breaker) == ("draining", True, "closed")
+    assert (removed.state, removed.removed) == ("removed", True)
+    assert found.present == [fine, broken, drained]
+
+
 def ask_admin(path, *headers):
     """Ask the admin listener of a real router whose token is "sesame"."""
 
@@ -245,7 +290,7 @@ def ask_admin(path, *headers):
         backend = Backend()
         await backend.start()
         admin = {"listen": "127.0.0.1:0", "token_env": "ADMIN_TOKEN"}
-        router = create(settings_for([backend], admin=admin))
+        router = Router(settings_for([backend], admin=admin))
         await router.start()
         try:
             client = Client(*await asyncio.open_connection(*router.admin_at))

@@ -11,10 +11,11 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import orjson
 import pytest
 
-from router.watched import Watched
-from tailrace.router.observe.status import PAGE, PAGE_HEADERS, PAGE_TYPE, Status
+from router.observed import Observed
+from tailrace.router.observe import status
 
 pytestmark = pytest.mark.browser
 
@@ -30,8 +31,8 @@ HOSTILE = (
 class Served:
     """The page and a router's status on a port of this machine, until it is closed."""
 
-    def __init__(self, watched, token=None, port=0):
-        status = Status(watched.telemetry)
+    def __init__(self, observed, token=None, port=0):
+        pages = {"/status": status.describe, "/status/history": status.history}
         self.asked = []
         lock = self.lock = threading.Lock()
         asked = self.asked
@@ -42,13 +43,13 @@ class Served:
             def do_GET(self):
                 asked.append(self.path)
                 if self.path == "/":
-                    self.answer(200, PAGE, PAGE_TYPE.decode(), PAGE_HEADERS)
+                    self.answer(200, status.PAGE, status.PAGE_TYPE.decode(), status.PAGE_HEADERS)
                 elif token and self.headers.get("authorization") != f"Bearer {token}":
                     self.answer(401, b"{}", "application/json")
-                elif self.path in ("/status", "/status/history"):
+                elif self.path in pages:
                     with lock:
-                        body = status.json() if self.path == "/status" else status.history_json()
-                    self.answer(200, body, "application/json")
+                        page = pages[self.path](observed.telemetry, observed.snapshot())
+                    self.answer(200, orjson.dumps(page), "application/json")
                 else:
                     self.answer(404, b"{}", "application/json")
 
@@ -82,9 +83,9 @@ class Served:
 def busy(names=None, seed=0, **routing):
     """A router after five minutes of traffic that swells, with a burst at one replica."""
     names = names or [f"a100-{i}.rack{i // 3 + 1}" for i in range(6)]
-    watched = Watched(names, shadow="lookahead", canary="lmetric", canary_share=0.05, **routing)
-    rng, t, n = random.Random(seed), watched.telemetry, len(names)
-    watched.views["speed"][-1] = 0.6
+    observed = Observed(names, shadow="lookahead", canary="lmetric", canary_share=0.05, **routing)
+    rng, t, n = random.Random(seed), observed.telemetry, len(names)
+    observed.set(n - 1, speed=0.6)
     reasons = (
         "more of the prompt cached (1792 against 0 tokens)",
         "shorter queue (512 against 3104 tokens)",
@@ -98,34 +99,35 @@ def busy(names=None, seed=0, **routing):
             in_flight = max(
                 0, round(swell * (0.5 if r == n - 1 else 1) + rng.gauss(0, 1.2) + burst)
             )
-            watched.load(r, in_flight, round(in_flight * (0.12 + 0.5 * (burst > 6))))
+            queued = round(in_flight * (0.12 + 0.5 * (burst > 6)))
+            observed.set(r, in_flight=in_flight, queued=queued)
         for _ in range(round(3 * swell)):
             r = rng.randrange(n)
             other = (r + rng.randrange(1, n)) % n if n > 1 else -1
             scores = [rng.uniform(1, 4) for _ in range(n)]
             scores[r] = 0.2 + rng.random() / 2
-            watched.decide(
+            observed.decide(
                 r, other, scores, rng.choice(reasons), cached=rng.choice((0, 0, 1792)),
                 ttft_s=rng.uniform(0.05, 0.6), took_s=rng.uniform(2e-5, 6e-5),
                 fell_back=rng.choice((None,) * 12 + ("guard", "range")),
                 shadow=r if rng.random() < 0.9 else other,
             )  # fmt: skip
             ttft_s = rng.lognormvariate(-1.6, 0.6)
-            attempt = watched.attempt(r, ttft_s=ttft_s, e2e_s=ttft_s + rng.lognormvariate(1, 0.7))
+            attempt = observed.attempt(r, ttft_s=ttft_s, e2e_s=ttft_s + rng.lognormvariate(1, 0.7))
             t.request_done(attempt, 200, "done", "chat")
-        watched.passes(2.0)
+        observed.passes(2.0)
     for r in range(n):
-        watched.scrape(
-            r, running=round(9 + r), waiting=float(r % 3), kv_used=(0.35 + 0.1 * r) % 1.0
-        )
-        watched.held["held_tokens"][r] = rng.randrange(60_000, 190_000)
+        observed.set(
+            r, running=9 + r, waiting=float(r % 3), kv_used=(0.35 + 0.1 * r) % 1.0,
+            metrics_age_s=0.4, cached_tokens=2 * rng.randrange(60_000, 190_000),
+        )  # fmt: skip
     t.retried(0, "connect")
     t.shed("queue")
     t.lagged(0.004)
-    watched.counts.update(decisions=t.decisions.total(), canary=t.decisions.total() // 20)
-    watched.clients.update(range(214))
-    watched.clock.now += 0.4
-    return watched
+    made = t.decisions.total()
+    observed.state |= {"decisions": made, "canary_decisions": made // 20, "clients": 214}
+    observed.clock.now += 0.4
+    return observed
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +146,11 @@ def browser():
 
 @pytest.fixture
 def serve():
-    """Serves a router: serve(watched) -> Served."""
+    """Serves a router: serve(observed) -> Served."""
     made = []
 
-    def serve(watched, **options):
-        made.append(Served(watched, **options))
+    def serve(observed, **options):
+        made.append(Served(observed, **options))
         return made[-1]
 
     yield serve
@@ -221,8 +223,8 @@ def outside(page):
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", [*WIDTHS, 820])
 def test_everything_is_there_and_nothing_too_wide(opened, serve, width, scheme):
-    watched = busy()
-    page, complaints = opened(serve(watched), width, scheme)
+    observed = busy()
+    page, complaints = opened(serve(observed), width, scheme)
     is_live(page)
     assert page.locator("h1").text_content() == "All 6 replicas take requests"
     assert page.locator("#replicas tr").count() == 6
@@ -242,11 +244,11 @@ def test_everything_is_there_and_nothing_too_wide(opened, serve, width, scheme):
 @pytest.mark.parametrize("gone", [False, True])
 def test_words_can_be_told_from_their_ground(opened, serve, scheme, gone):
     """Contrast of at least 4.5 (WCAG AA) for every colour of text."""
-    watched = busy()
-    watched.breaks(1)
-    watched.plane.targets[3].health.drain(True)
-    watched.forwarder.queue.append("x")
-    served = serve(watched)
+    observed = busy()
+    observed.breaks(1)
+    observed.set(3, state="draining", available=False, draining=True)
+    observed.state["waiting"] = 1
+    served = serve(observed)
     page, _ = opened(served, scheme=scheme)
     is_live(page)
     if gone:
@@ -281,33 +283,33 @@ def test_words_can_be_told_from_their_ground(opened, serve, scheme, gone):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_replica_dies_and_returns(opened, serve, width):
-    watched = busy()
-    served = serve(watched)
+    observed = busy()
+    served = serve(observed)
     page, complaints = opened(served, width)
     is_live(page)
     with served.lock:
-        watched.breaks(2, "connection refused")
-        watched.load(2, 0)
-        watched.clock.now += 9
+        observed.breaks(2, "connection refused")
+        observed.set(2, in_flight=0, queued=0, metrics_age_s=9.4)
+        observed.clock.now += 9
     page.wait_for_selector("#replicas tr.out")
     assert page.locator("h1").text_content() == "5 of 6 replicas take requests"
     assert "out: connection refused" in words(page, "#replicas tr.out")
     assert "9 s old" in words(page, "#replicas tr.out")
     assert page.title().startswith("5/6")
     with served.lock:
-        watched.plane.targets[2].health.remove(False)  # a new breaker
+        observed.set(2, state="closed", breaker="closed", available=True, why="")
     expect(page.locator("#replicas tr.out")).to_have_count(0)
     assert page.locator("h1").text_content() == "All 6 replicas take requests"
     with served.lock:
-        watched.plane.targets[2].health.remove(True)
+        observed.removed(2)
     expect(page.locator("#replicas tr")).to_have_count(5)
     assert complaints == []
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_says_so_when_the_router_is_gone(opened, serve, width):
-    watched = busy()
-    served = serve(watched)
+    observed = busy()
+    served = serve(observed)
     page, _ = opened(served, width)
     is_live(page)
     assert page.locator("#gone").is_hidden()
@@ -327,8 +329,8 @@ def test_it_says_so_when_the_router_is_gone(opened, serve, width):
 
 
 def test_a_router_that_was_never_there(opened, serve):
-    watched = busy()
-    served = serve(watched)
+    observed = busy()
+    served = serve(observed)
     page, _ = opened(served)
     page.route("**/status", lambda route: route.fulfill(status=500, body="{}"))
     page.reload()
@@ -339,10 +341,10 @@ def test_a_router_that_was_never_there(opened, serve):
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_hostile_names_are_only_text(opened, serve, width):
-    watched = busy(HOSTILE)
-    watched.breaks(0, "<b>why</b>")
-    watched.decide(1, 0, reason="<svg onload=alert(2)>", fell_back="constructor", shadow=2)
-    page, complaints = opened(serve(watched), width)
+    observed = busy(HOSTILE)
+    observed.breaks(0, "<b>why</b>")
+    observed.decide(1, 0, reason="<svg onload=alert(2)>", fell_back="constructor", shadow=2)
+    page, complaints = opened(serve(observed), width)
     is_live(page)
     text = page.locator("#replicas").text_content()
     assert all(name in text for name in HOSTILE)
@@ -374,7 +376,7 @@ def test_the_token_is_asked_for_and_never_stored(opened, serve):
 
 
 def test_a_fresh_router_has_nothing_to_show_and_says_so(opened, serve):
-    page, complaints = opened(serve(Watched(("only",))))
+    page, complaints = opened(serve(Observed(("only",))))
     is_live(page)
     assert page.locator("h1").text_content() == "The one replica takes requests"
     assert page.locator("#no-decisions").is_visible()
@@ -386,8 +388,8 @@ def test_a_fresh_router_has_nothing_to_show_and_says_so(opened, serve):
 
 
 def test_decisions_hold_still_and_more_are_shown(opened, serve):
-    watched = busy()
-    served = serve(watched)
+    observed = busy()
+    served = serve(observed)
     page, _ = opened(served)
     is_live(page)
     page.click("#more")
@@ -397,7 +399,7 @@ def test_decisions_hold_still_and_more_are_shown(opened, serve):
     page.click("#pause")
     before = page.locator("#recent").text_content()
     with served.lock:
-        watched.decide(0, 1, reason="the newest of all")
+        observed.decide(0, 1, reason="the newest of all")
     seen = len(served.asked)
     while len(served.asked) < seen + 2:
         page.wait_for_timeout(50)
@@ -407,10 +409,9 @@ def test_decisions_hold_still_and_more_are_shown(opened, serve):
 
 
 def test_a_draining_router_and_waiting_requests(opened, serve):
-    watched = busy()
-    watched.draining = True
-    watched.forwarder.queue.extend(range(17))
-    page, _ = opened(serve(watched))
+    observed = busy()
+    observed.state |= {"draining": True, "waiting": 17}
+    page, _ = opened(serve(observed))
     is_live(page)
     assert page.locator("#closing").is_visible()
     assert "17 more wait" in page.locator("#flight-note").text_content()

@@ -8,18 +8,28 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.watched import Clock, Watched
-from tailrace.router.observe.prometheus import CONTENT_TYPE, TTFT_BUCKETS
-from tailrace.router.observe.rolling_window import SLOT_S, SLOTS, Slots, bucket_of, percentile
-from tailrace.router.observe.telemetry import Telemetry
+from router.observed import Clock, Observed
+from tailrace.router.observe import prometheus
+from tailrace.router.observe.rolling_window import (
+    SLOT_S,
+    SLOTS,
+    RollingWindow,
+    bucket_of,
+    percentile,
+)
+from tailrace.router.observe.telemetry import TTFT_BUCKETS
 
 ROOT = Path(__file__).parents[3]
 
 
-def samples(telemetry):
+def text(observed):
+    return prometheus.render(observed.telemetry.metrics, observed.snapshot()).decode()
+
+
+def samples(observed):
     """All samples as {(name, (label value, ...)): value}; fails on what Prometheus would refuse."""
     found = {}
-    for family in text_string_to_metric_families(telemetry.render().decode()):
+    for family in text_string_to_metric_families(text(observed)):
         for sample in family.samples:
             key = (sample.name, tuple(sorted(sample.labels.items())))
             assert key not in found, f"{key} is there twice: Prometheus refuses the whole answer"
@@ -28,19 +38,19 @@ def samples(telemetry):
 
 
 @pytest.fixture
-def watched():
-    return Watched()
+def observed():
+    return Observed()
 
 
 @pytest.fixture
-def telemetry(watched):
-    return watched.telemetry
+def telemetry(observed):
+    return observed.telemetry
 
 
-def test_a_request_is_counted_with_its_times_and_tokens(watched, telemetry):
-    attempt = watched.attempt(1, ttft_s=0.3, e2e_s=2.3, wait_s=0.02, reported_cached=48)
+def test_a_request_is_counted_with_its_times_and_tokens(observed, telemetry):
+    attempt = observed.attempt(1, ttft_s=0.3, e2e_s=2.3, wait_s=0.02, reported_cached=48)
     telemetry.request_done(attempt, 200, "done", "chat")
-    found = samples(telemetry)
+    found = samples(observed)
     assert found["tailrace_requests_total", ("chat", "done", "b", "200")] == 1
     assert found["tailrace_prompt_tokens_total", ("b",)] == 500
     assert found["tailrace_output_tokens_total", ("b",)] == 101
@@ -58,15 +68,13 @@ def test_a_request_is_counted_with_its_times_and_tokens(watched, telemetry):
     assert found["tailrace_queue_wait_seconds_sum", ()] == pytest.approx(0.02)
 
 
-def test_a_bound_belongs_to_its_bucket(watched, telemetry):
+def test_a_bound_belongs_to_its_bucket(observed, telemetry):
     """Prometheus' ``le`` is less or equal."""
-    telemetry.clock = lambda: 0.0
-    watched.clock.now = 1.0
+    observed.clock.now = 1.0
     bound = TTFT_BUCKETS[6]
-    attempt = watched.attempt(0, e2e_s=1.0)
-    attempt.arrival.arrived_at, attempt.first_at = 0.0, bound
+    attempt = observed.attempt(0, e2e_s=1.0, ttft_s=bound)
     telemetry.request_done(attempt, 200, "done", "chat")
-    assert samples(telemetry)["tailrace_ttft_seconds_bucket", (str(bound), "a")] == 1
+    assert samples(observed)["tailrace_ttft_seconds_bucket", (str(bound), "a")] == 1
 
 
 @pytest.mark.parametrize(
@@ -78,22 +86,22 @@ def test_a_bound_belongs_to_its_bucket(watched, telemetry):
         ({"outcome": "client_gone"}, 1, 0, 0),
     ],
 )
-def test_only_what_was_seen_is_timed(watched, telemetry, more, ttft, tpot, e2e):
+def test_only_what_was_seen_is_timed(observed, telemetry, more, ttft, tpot, e2e):
     outcome = more.pop("outcome", "done")
-    telemetry.request_done(watched.attempt(0, **more), 200, outcome, "chat")
-    found = samples(telemetry)
+    telemetry.request_done(observed.attempt(0, **more), 200, outcome, "chat")
+    found = samples(observed)
     assert found["tailrace_ttft_seconds_count", ("a",)] == ttft
     assert found["tailrace_tpot_seconds_count", ("a",)] == tpot
     assert found["tailrace_e2e_seconds_count", ()] == e2e
 
 
-def test_a_clock_that_went_back_harms_nothing(watched, telemetry):
-    attempt = watched.attempt(0, ttft_s=-1.0, e2e_s=-5.0, wait_s=-1.0)
+def test_a_clock_that_went_back_harms_nothing(observed, telemetry):
+    attempt = observed.attempt(0, ttft_s=-1.0, e2e_s=-5.0, wait_s=-1.0)
     telemetry.request_done(attempt, 200, "done", "chat")
-    assert samples(telemetry)["tailrace_e2e_seconds_sum", ()] == 0
+    assert samples(observed)["tailrace_e2e_seconds_sum", ()] == 0
 
 
-def test_no_label_comes_from_a_client(watched, telemetry):
+def test_no_label_comes_from_a_client(observed, telemetry):
     """Whatever is given, only names from closed lists come out."""
     rng = random.Random(1)
     for _ in range(2000):
@@ -101,11 +109,11 @@ def test_no_label_comes_from_a_client(watched, telemetry):
         telemetry.request_done(None, rng.randrange(100, 1000), odd, odd)
         telemetry.retried(0, odd)
         telemetry.shed(odd)
-        watched.decide(0, fell_back=odd)
-    text = telemetry.render().decode()
-    assert "/v1/" not in text
-    assert len(re.findall("^tailrace_requests_total", text, re.MULTILINE)) < 80
-    found = samples(telemetry)
+        observed.decide(0, fell_back=odd)
+    exported = text(observed)
+    assert "/v1/" not in exported
+    assert len(re.findall("^tailrace_requests_total", exported, re.MULTILINE)) < 80
+    found = samples(observed)
     assert found["tailrace_retries_total", ("other", "a")] == 2000
     assert found["tailrace_shed_total", ("other",)] == 2000
     assert found["tailrace_fallbacks_total", ("other",)] == 2000
@@ -113,12 +121,12 @@ def test_no_label_comes_from_a_client(watched, telemetry):
 
 
 def test_decisions_fallbacks_shadow_and_canary():
-    watched = Watched(canary="lmetric", canary_share=0.1, shadow="round_robin")
+    observed = Observed(canary="lmetric", canary_share=0.1, shadow="round_robin")
     for cause in (None, "guard", "error", "time", "range", "nan", "range"):
-        watched.decide(1, fell_back=cause, shadow=1 if cause is None else 0)
-    watched.decide(0, policy="lmetric")
-    watched.counts["canary"] = 1
-    found = samples(watched.telemetry)
+        observed.decide(1, fell_back=cause, shadow=1 if cause is None else 0)
+    observed.decide(0, policy="lmetric")
+    observed.state["canary_decisions"] = 1
+    found = samples(observed)
     assert found["tailrace_decisions_total", ("tailrace", "b")] == 7
     assert found["tailrace_decisions_total", ("lmetric", "a")] == 1
     causes = {labels[0]: n for (name, labels), n in found.items() if "fallbacks_total" in name}
@@ -130,17 +138,15 @@ def test_decisions_fallbacks_shadow_and_canary():
     assert found["tailrace_decision_seconds_count", ()] == 8
 
 
-def test_state_is_read_when_asked_for(watched, telemetry):
-    watched.load(0, 7, 3)
-    watched.scrape(0, running=4, waiting=2, kv_used=0.5)
-    watched.scraper.failures[1] = 5
-    watched.breaks(1)
-    watched.forwarder.queue.extend("xyz")
-    watched.forwarder.decision_log.dropped = 11
-    watched.clients.add("one")
-    watched.held["held_tokens"][0] = 1000
-    watched.passes(4.0)
-    found = samples(telemetry)
+def test_the_state_of_the_router_is_exported(observed):
+    observed.set(
+        0, in_flight=7, queued=3, running=4, waiting=2, kv_used=0.5, metrics_age_s=4.0,
+        cached_tokens=2000,
+    )  # fmt: skip
+    observed.set(1, scrape_failures=5)
+    observed.breaks(1)
+    observed.state |= {"waiting": 3, "clients": 1, "log_lines_dropped": 11}
+    found = samples(observed)
     for name, value in {
         "in_flight": 7, "queued": 3, "available": 1, "server_running": 4, "server_waiting": 2,
         "server_kv_used": 0.5, "metrics_age_seconds": 4.0, "index_tokens": 2000,
@@ -156,9 +162,9 @@ def test_state_is_read_when_asked_for(watched, telemetry):
     assert found["tailrace_decision_log_dropped_total", ()] == 11
 
 
-def test_unknown_is_absent_and_never_zero(watched, telemetry):
-    watched.scrape(0, running=4)
-    found = samples(telemetry)
+def test_unknown_is_absent_and_never_zero(observed):
+    observed.set(0, running=4, metrics_age_s=0.0)
+    found = samples(observed)
     assert ("tailrace_replica_server_waiting", ("a",)) not in found
     assert ("tailrace_replica_server_running", ("a",)) in found
     assert ("tailrace_replica_metrics_age_seconds", ("b",)) not in found
@@ -166,12 +172,12 @@ def test_unknown_is_absent_and_never_zero(watched, telemetry):
 
 def test_a_name_that_was_given_twice_is_one_series():
     """Taken out, and another server added under the same name."""
-    watched = Watched(("a", "a"))
-    watched.plane.targets[0].health.remove(True)
+    observed = Observed(("a", "a"))
+    observed.removed(0)
     for replica in (0, 1):
-        watched.decide(replica)
-        watched.telemetry.request_done(watched.attempt(replica), 200, "done", "chat")
-    found = samples(watched.telemetry)
+        observed.decide(replica)
+        observed.telemetry.request_done(observed.attempt(replica), 200, "done", "chat")
+    found = samples(observed)
     assert found["tailrace_decisions_total", ("tailrace", "a")] == 2
     assert found["tailrace_prompt_tokens_total", ("a",)] == 1000
     assert found["tailrace_ttft_seconds_count", ("a",)] == 2
@@ -179,38 +185,34 @@ def test_a_name_that_was_given_twice_is_one_series():
 
 
 def test_hostile_names_cannot_break_the_format():
-    watched = Watched(('"} 1\nforged{x="', "\\", "ünï", "\\n"))
+    observed = Observed(('"} 1\nforged{x="', "\\", "ünï", "\\n"))
     for replica in range(4):
-        watched.decide(replica)
-        watched.telemetry.request_done(watched.attempt(replica), 200, "done", "chat")
-    found = samples(watched.telemetry)
+        observed.decide(replica)
+        observed.telemetry.request_done(observed.attempt(replica), 200, "done", "chat")
+    found = samples(observed)
     assert found["tailrace_decisions_total", ("tailrace", "ünï")] == 1
     labels = {labels[0] for name, labels in found if name == "tailrace_ttft_seconds_count"}
-    assert labels == {t.label for t in watched.plane.targets}
-    assert not re.search("^forged", watched.telemetry.render().decode(), re.MULTILINE)
+    assert labels == {b.name for b in observed.backends}
+    assert not re.search("^forged", text(observed), re.MULTILINE)
 
 
-def test_without_a_router_there_are_the_events():
-    telemetry = Telemetry()
-    telemetry.shed("queue")
-    telemetry.advance(telemetry.clock() + 10)
-    assert samples(telemetry)["tailrace_shed_total", ("queue",)] == 1
-    assert CONTENT_TYPE.startswith(b"text/plain; version=0.0.4")
-
-
-def test_run_looks_at_the_loop_until_cancelled(monkeypatch):
-    telemetry = Telemetry()
+def test_run_measures_the_loops_lag_until_cancelled(observed, telemetry, monkeypatch):
     monkeypatch.setattr("tailrace.router.observe.telemetry.LAG_EVERY_S", 0.0)
 
     async def go():
-        task = asyncio.create_task(telemetry.run())
-        while telemetry.lag.counts[0] + sum(telemetry.lag.counts[1:]) < 3:
+        task = asyncio.create_task(telemetry.run(observed.snapshot))
+        while sum(telemetry.lag.counts[0]) < 3:
+            await asyncio.sleep(0)
+        observed.set(0, in_flight=5)
+        observed.clock.now += SLOT_S
+        while not telemetry.window.past:
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         return task.cancelled()
 
     assert asyncio.run(asyncio.wait_for(go(), 10))
+    assert telemetry.window.past[0].in_flight == [5, 0]
 
 
 # ---- the last minutes -------------------------------------------------------------------------
@@ -234,80 +236,80 @@ def test_no_requests_have_no_percentile():
     assert percentile(np.zeros(320, np.int64), 99) is None
 
 
-def test_a_window_forgets(watched, telemetry):
-    slots = telemetry.slots
+def test_a_window_forgets(observed, telemetry):
+    window = telemetry.window
     for _ in range(10):
-        telemetry.request_done(watched.attempt(ttft_s=0.1, e2e_s=1.0), 200, "done", "chat")
-    watched.passes(58)
-    assert slots.percentiles("ttft", 60)["count"] == 10
-    watched.passes(4)
-    assert slots.percentiles("ttft", 60)["count"] == 0
-    assert slots.percentiles("ttft", 300)["count"] == 10
-    assert slots.percentiles("ttft", 300)["p99_s"] == pytest.approx(0.1, rel=0.03)
-    watched.passes(240)
-    assert slots.percentiles("e2e", 300)["count"] == 0
+        telemetry.request_done(observed.attempt(ttft_s=0.1, e2e_s=1.0), 200, "done", "chat")
+    observed.passes(58)
+    assert window.percentiles("ttft", 60)["count"] == 10
+    observed.passes(4)
+    assert window.percentiles("ttft", 60)["count"] == 0
+    assert window.percentiles("ttft", 300)["count"] == 10
+    assert window.percentiles("ttft", 300)["p99_s"] == pytest.approx(0.1, rel=0.03)
+    observed.passes(240)
+    assert window.percentiles("e2e", 300)["count"] == 0
 
 
-def test_memory_is_bounded(watched, telemetry):
+def test_memory_is_bounded(observed, telemetry):
     for _ in range(3 * SLOTS):
-        watched.decide(0)
-        watched.passes(SLOT_S)
-    assert len(telemetry.slots.past) == SLOTS
+        observed.decide(0)
+        observed.passes(SLOT_S)
+    assert len(telemetry.window.past) == SLOTS
     assert len(telemetry.recent) == 50
 
 
-def test_pace_counts_from_the_start_if_that_is_later(watched, telemetry):
+def test_pace_counts_from_the_start_if_that_is_later(observed, telemetry):
     for _ in range(4):
         for _ in range(6):
-            watched.decide(0)
-        watched.passes(1.0)
-    assert telemetry.slots.decisions_per_s(watched.clock.now, 10) == pytest.approx(6, rel=0.01)
-    assert telemetry.slots.decisions_per_s(watched.clock.now, 60) == pytest.approx(6, rel=0.01)
+            observed.decide(0)
+        observed.passes(1.0)
+    assert telemetry.window.decisions_per_s(observed.clock.now, 10) == pytest.approx(6, rel=0.01)
+    assert telemetry.window.decisions_per_s(observed.clock.now, 60) == pytest.approx(6, rel=0.01)
 
 
-def test_pace_over_a_window(watched, telemetry):
+def test_pace_over_a_window(observed, telemetry):
     for _ in range(60):
         for _ in range(5):
-            watched.decide(0)
-        watched.passes(1.0)
+            observed.decide(0)
+        observed.passes(1.0)
     for now_s in (0.0, 0.9, 1.1):
-        watched.passes(now_s)
-        pace = telemetry.slots.decisions_per_s(watched.clock.now, 10)
+        observed.passes(now_s)
+        pace = telemetry.window.decisions_per_s(observed.clock.now, 10)
         assert 3.5 < pace <= 5.01
-    watched.passes(20)
-    assert telemetry.slots.decisions_per_s(watched.clock.now, 10) == 0
+    observed.passes(20)
+    assert telemetry.window.decisions_per_s(observed.clock.now, 10) == 0
 
 
-def test_lag_is_kept_as_the_worst(watched, telemetry):
+def test_lag_is_kept_as_the_worst(observed, telemetry):
     telemetry.lagged(0.2)
     telemetry.lagged(-0.1)
-    watched.passes(10)
+    observed.passes(10)
     telemetry.lagged(0.05)
-    assert telemetry.slots.worst_lag_s(60) == 0.2
-    assert telemetry.slots.worst_lag_s(4) == 0.05
-    assert samples(telemetry)["tailrace_event_loop_lag_seconds_count", ()] == 3
+    assert telemetry.window.worst_lag_s(60) == 0.2
+    assert telemetry.window.worst_lag_s(4) == 0.05
+    assert samples(observed)["tailrace_event_loop_lag_seconds_count", ()] == 3
 
 
 def test_a_pause_of_the_process_leaves_a_hole_and_no_more():
     clock = Clock()
-    slots = Slots(clock.now)
-    slots.ttft(0.1)
-    slots.next(clock.now + 3600, (), (), 0)
-    assert slots.percentiles("ttft", 300)["count"] == 0
-    assert len(slots.last(300)) == 1
+    window = RollingWindow(clock.now)
+    window.present.ttft[bucket_of(0.1)] += 1
+    window.next(clock.now + 3600, (), (), 0)
+    assert window.percentiles("ttft", 300)["count"] == 0
+    assert len(window.last(300)) == 1
 
 
 # ---- files for Prometheus and Grafana ----------------------------------------------------------
 
 
 def exported_names():
-    watched = Watched(canary="lmetric", canary_share=0.1, shadow="round_robin")
-    watched.decide(0, fell_back="guard")
-    watched.telemetry.request_done(watched.attempt(), 200, "done", "chat")
-    watched.telemetry.retried(0, "connect")
-    watched.telemetry.shed("queue")
-    watched.scrape(0, running=1, waiting=1, kv_used=0.1)
-    return {name for name, _ in samples(watched.telemetry)}
+    observed = Observed(canary="lmetric", canary_share=0.1, shadow="round_robin")
+    observed.decide(0, fell_back="guard")
+    observed.telemetry.request_done(observed.attempt(), 200, "done", "chat")
+    observed.telemetry.retried(0, "connect")
+    observed.telemetry.shed("queue")
+    observed.set(0, running=1, waiting=1, kv_used=0.1, metrics_age_s=0.0)
+    return {name for name, _ in samples(observed)}
 
 
 def test_the_dashboard_names_only_metrics_that_there_are():

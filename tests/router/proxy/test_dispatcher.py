@@ -85,7 +85,7 @@ def test_a_stream_passes_byte_for_byte() -> None:
             client.send(STREAM)  # the connection goes on
             assert (await client.answer()).status == 200
             w.assert_quiet()
-            cluster = w.router.plane.cluster
+            cluster = w.router.backends.cluster
             assert cluster.replicas["finished_tokens"][0] == 2
 
     run(test())
@@ -108,8 +108,8 @@ def test_a_stream_arrives_event_by_event() -> None:
             await client.reader.readuntil(b"\r\n\r\n")
             first = chunked(event("a"), end=False)
             assert await client.reader.readexactly(len(first)) == first
-            assert w.router.plane.cluster.replicas["in_flight"][0] == 1
-            assert w.router.plane.cluster.replicas["queued"][0] == 0
+            assert w.router.backends.cluster.replicas["in_flight"][0] == 1
+            assert w.router.backends.cluster.replicas["queued"][0] == 0
             go.set()
             rest = b"5\r\ndata:\r\n" + chunked(b" b\n\n", DONE)
             assert await client.reader.readexactly(len(rest)) == rest
@@ -124,7 +124,7 @@ def test_usage_is_taken_from_the_answer() -> None:
             usage = b'{"usage":{"prompt_tokens":3,"completion_tokens":17}}'
             w.backends[0].scripts.append(reply(usage))
             await w.ask(post())
-            assert w.router.plane.cluster.replicas["finished_tokens"][0] == 17
+            assert w.router.backends.cluster.replicas["finished_tokens"][0] == 17
 
     run(test())
 
@@ -211,7 +211,7 @@ def test_a_dead_replica_costs_no_request() -> None:
             await w.backends[0].kill()
             answers = [await w.ask(post()) for _ in range(12)]
             assert {a.status for a in answers} == {200}
-            assert w.router.plane.targets[0].health.state == "open"
+            assert w.router.backends.all[0].health.state == "open"
             # After it is known to be dead nobody is sent there.
             assert len(w.counts.retries) == w.router.settings.health.failures
             assert {a.headers["x-tailrace-replica"] for a in answers} == {"b1", "b2"}
@@ -259,7 +259,7 @@ def test_a_clients_mistake_is_no_failure_of_the_replica(status: int) -> None:
             for _ in range(10):
                 assert (await w.ask(post())).status == status
             assert w.counts.retries == []
-            assert {t.health.state for t in w.router.plane.targets} == {"closed"}
+            assert {t.health.state for t in w.router.backends.all} == {"closed"}
             assert w.counts.done[0] == (status, "rejected", "completion")
             w.assert_quiet()
 
@@ -290,7 +290,7 @@ def test_errors_of_all_replicas_open_no_more_than_half_of_the_breakers() -> None
                 backend.default = reply(b"{}", "500 Poison")
             for _ in range(60):
                 assert (await w.ask(post())).status == 500
-            states = [t.health.state for t in w.router.plane.targets]
+            states = [t.health.state for t in w.router.backends.all]
             assert states.count("open") == 2
             w.assert_quiet()
 
@@ -324,7 +324,7 @@ def test_a_connection_that_the_server_was_closing_is_no_failure() -> None:
             client.send(post())
             assert (await client.answer()).status == 200
             assert w.backends[0].connections == 2
-            assert w.router.plane.targets[0].health.breaker._in_a_row == 0
+            assert w.router.backends.all[0].health.breaker.failures == 0
             w.assert_quiet()
 
     run(test())
@@ -423,7 +423,7 @@ def test_a_client_may_close_at_the_end_mark_before_the_last_chunk() -> None:
             await client.reader.readuntil(b"[DONE]\n\n")
             client.abort()
             await w.backends[0].lost.wait()
-            await until(lambda: not w.router.forwarder.active)
+            await until(lambda: not w.router.dispatcher.active)
             assert w.counts.done == [(200, "done", "completion")]
             w.assert_quiet()
 
@@ -442,9 +442,9 @@ def test_when_the_client_goes_the_backend_notices_at_once(begun: bytes) -> None:
                 await client.reader.readuntil(b"data:")
             client.abort()
             await w.backends[0].lost.wait()
-            await until(lambda: not w.router.forwarder.active)
+            await until(lambda: not w.router.dispatcher.active)
             assert w.counts.done == [(499, "client_gone", "completion")]
-            assert w.router.plane.targets[0].health.breaker._in_a_row == 0
+            assert w.router.backends.all[0].health.breaker.failures == 0
             w.assert_quiet()
 
     run(test())
@@ -469,7 +469,7 @@ def test_a_slow_client_slows_the_backend_and_loses_nothing() -> None:
             client = await w.client()
             client.send(post())
             (exchange,) = await _active(w)
-            await until(lambda: exchange._paused)
+            await until(lambda: exchange.paused)
             assert sent < 40
             answer = await client.answer()
             assert len(answer.body) == 40_000_000
@@ -479,8 +479,8 @@ def test_a_slow_client_slows_the_backend_and_loses_nothing() -> None:
 
 
 async def _active(w: World) -> list[Any]:
-    await until(lambda: w.router.forwarder.active)
-    return list(w.router.forwarder.active)
+    await until(lambda: w.router.dispatcher.active)
+    return list(w.router.dispatcher.active)
 
 
 def test_a_client_that_never_reads_is_cut_off() -> None:
@@ -492,8 +492,8 @@ def test_a_client_that_never_reads_is_cut_off() -> None:
             client = await w.client()
             client.send(post())
             (exchange,) = await _active(w)
-            await until(lambda: exchange._paused)
-            while w.router.forwarder.active:  # buffers on the way may still take some of it
+            await until(lambda: exchange.paused)
+            while w.router.dispatcher.active:  # buffers on the way may still take some of it
                 w.clock.ahead_s += w.router.limits.client_stall_s + 1
                 w.router.sweep(w.clock())
                 await asyncio.sleep(0)
@@ -573,8 +573,8 @@ def test_requests_wait_for_room_most_urgent_first() -> None:
                 client = await w.client()
                 client.send(post("/v1/completions", b'{"prompt":"%d"}' % number,
                                  f"X-Priority: {priority}"))  # fmt: skip
-                await until(lambda n=number: len(w.router.forwarder.queue) == n)
-                await until(lambda n=number: len(w.router.forwarder.active) == n + 1)
+                await until(lambda n=number: len(w.router.dispatcher.queue) == n)
+                await until(lambda n=number: len(w.router.dispatcher.active) == n + 1)
                 clients.append(client)
             assert len(w.backends[0].seen) <= 1
             gate.set()
@@ -594,16 +594,16 @@ def test_who_finds_the_queue_full_is_sent_away() -> None:
             busy = [await w.client(), await w.client()]
             for number, client in enumerate(busy):
                 client.send(post())
-                await until(lambda n=number: len(w.router.forwarder.active) == n + 1)
+                await until(lambda n=number: len(w.router.dispatcher.active) == n + 1)
             answer = await w.ask(post())
             assert answer.status == 429
             assert int(answer.headers["retry-after"]) >= 1
             assert orjson.loads(answer.body)["error"]["type"] == "rate_limit_error"
             assert w.counts.sheds == ["queue"]
             busy[1].abort()  # a waiting client goes: its place is free
-            await until(lambda: len(w.router.forwarder.queue) == 0)
+            await until(lambda: len(w.router.dispatcher.queue) == 0)
             busy[0].abort()
-            await until(lambda: not w.router.forwarder.active)
+            await until(lambda: not w.router.dispatcher.active)
             w.assert_quiet()
 
     run(test())
@@ -617,11 +617,11 @@ def test_who_waits_too_long_is_sent_away() -> None:
             first.send(post())
             await w.backends[0].arrived.wait()
             second.send(post())
-            await until(lambda: len(w.router.forwarder.queue) == 1)
+            await until(lambda: len(w.router.dispatcher.queue) == 1)
             w.clock.ahead_s += 21
             assert (await second.answer()).status == 429
             first.abort()
-            await until(lambda: not w.router.forwarder.active)
+            await until(lambda: not w.router.dispatcher.active)
             w.assert_quiet()
 
     run(test())
@@ -630,8 +630,8 @@ def test_who_waits_too_long_is_sent_away() -> None:
 def test_no_replica_at_all() -> None:
     async def test() -> None:
         async with world(2) as w:
-            for target in w.router.plane.targets:
-                target.health.drain(True)
+            for backend in w.router.backends.all:
+                backend.health.drain(True)
             for request in (post(), b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"):
                 answer = await w.ask(request)
                 assert answer.status == 503
@@ -648,19 +648,19 @@ def test_the_way_back_of_a_replica() -> None:
             await w.backends[0].kill()
             for _ in range(8):
                 await w.ask(post())
-            target = w.router.plane.targets[0]
-            assert target.health.state == "open"
+            backend = w.router.backends.all[0]
+            assert backend.health.state == "open"
             again = Backend()
             await again.start(port)
             w.backends.append(again)
             await w.router.probe()
-            assert target.health.state == "open"  # not before its pause is over
+            assert backend.health.state == "open"  # not before its pause is over
             w.clock.ahead_s += w.router.settings.health.open_s + 1
             await w.router.probe()
-            assert target.health.state == "half_open"
+            assert backend.health.state == "half_open"
             for _ in range(8):
                 assert (await w.ask(post())).status == 200
-            assert target.health.state == "closed"
+            assert backend.health.state == "closed"
             assert again.seen
             w.assert_quiet()
 

@@ -28,7 +28,7 @@ from router.processes import (
 from tailrace.errors import TailraceError
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.workers import aggregate
-from tailrace.router.workers.peer_workers import Told
+from tailrace.router.workers.peer_workers import WorkerResponse
 from tailrace.router.workers.supervisor import Lines, Supervisor, reserve
 from tailrace.router.workers.worker import part_of
 
@@ -233,14 +233,14 @@ def test_limits_are_divided() -> None:
     assert [p.limits.connections for p in parts] == [51, 50]
 
 
-# ---- answers put together -----------------------------------------------------------------------
+# ---- merged responses ---------------------------------------------------------------------------
 
 
-def test_answers_of_workers() -> None:
-    assert aggregate.answers("/status", [])[0] == 503
-    refused = [Told(0, 200, b"{}"), Told(1, 400, b'{"error":1}')]
-    assert aggregate.answers("/reload", refused) == (400, aggregate.JSON, b'{"error":1}')
-    assert aggregate.answers("/reload", refused[:1])[2] == b"{}"
+def test_responses_of_workers() -> None:
+    assert aggregate.merge("/status", [])[0] == 503
+    refused = [WorkerResponse(0, 200, b"{}"), WorkerResponse(1, 400, b'{"error":1}')]
+    assert aggregate.merge("/reload", refused) == (400, b"application/json", b'{"error":1}')
+    assert aggregate.merge("/reload", refused[:1])[2] == b"{}"
 
 
 def test_metrics_of_workers_are_labelled() -> None:
@@ -260,7 +260,8 @@ def test_history_is_added_slot_by_slot() -> None:
             "decisions_per_s": [0.5] * len(slots),
         }  # fmt: skip
 
-    found = aggregate.history([part([1, 2], [[1], [2, 3]]), part([2, 3], [[4], [5]])])
+    first, second = part([1, 2], [[1], [2, 3]]), part([2, 3], [[4], [5]])
+    found = aggregate.history([(0, first), (1, second)])
     assert found["slots"] == [1, 2, 3]
     assert found["in_flight"] == [[1], [6, 3], [5]]
     assert found["waiting"] == [1, 2, 1]

@@ -20,10 +20,10 @@ from tailrace.errors import TailraceError
 from tailrace.integrations.live_training import router
 from tailrace.learn.improve.recorder import Recorder, Recording, warm_up
 from tailrace.learn.improve.rollout import Rollout
-from tailrace.router.app import create
+from tailrace.router.app import Router
 from tailrace.router.decide.chooser import Decision
-from tailrace.router.observe import logs
-from tailrace.router.observe.events import Telemetry
+from tailrace.router.observe import logs, status
+from tailrace.router.observe.events import EventSink
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.attempt import Attempt
 from tailrace.view.records import View
@@ -92,10 +92,10 @@ class LiveRecorder(Recorder):
 
 
 class Ends:
-    """Telemetry that passes everything on, and tells a recorder of ends."""
+    """Sink that passes all events on, and the ends of requests to a recorder."""
 
-    def __init__(self, telemetry: Telemetry, recorder: LiveRecorder) -> None:
-        self._telemetry, self._recorder = telemetry, recorder
+    def __init__(self, events: EventSink, recorder: LiveRecorder) -> None:
+        self._events, self._recorder = events, recorder
 
     def request_done(
         self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
@@ -103,23 +103,19 @@ class Ends:
         """A request is over."""
         if attempt is not None:
             self._recorder.over(attempt, outcome)
-        self._telemetry.request_done(attempt, status, outcome, path_kind)
+        self._events.request_done(attempt, status, outcome, path_kind)
 
     def decided(self, decision: Decision) -> None:
         """A replica was chosen."""
-        self._telemetry.decided(decision)
+        self._events.decided(decision)
 
     def retried(self, replica: int, cause: str) -> None:
         """A request is tried elsewhere."""
-        self._telemetry.retried(replica, cause)
+        self._events.retried(replica, cause)
 
     def shed(self, cause: str) -> None:
         """A request was sent away."""
-        self._telemetry.shed(cause)
-
-    def render(self) -> bytes:
-        """Return everything in Prometheus' text form."""
-        return self._telemetry.render()
+        self._events.shed(cause)
 
 
 def serve(
@@ -149,8 +145,8 @@ class _Process:
         warm_up(recording, params)
         patience_s = settings.admission.max_wait_s + 1.0
         self._recorder = RECORDER = LiveRecorder(recording, params, self._recorded, patience_s)
-        self._router = create(settings)
-        self._router.forwarder.telemetry = Ends(self._router.telemetry, self._recorder)
+        self._router = Router(settings)
+        self._router.events = Ends(self._router.events, self._recorder)
         self._drain_s = settings.drain_s
         self._stopping = asyncio.Event()
         self._reported = 0
@@ -187,10 +183,10 @@ class _Process:
 
     def _summary(self) -> dict[str, Any]:
         return {
-            "router": self._router.status(),
+            "router": status.describe(self._router.telemetry, self._router.snapshot()),
             "open": len(self._recorder),
-            "hook_errors": self._router.plane.cluster.hook_errors,
-            "last_error": self._router.plane.chooser.last_error,
+            "hook_errors": self._router.backends.cluster.hook_errors,
+            "last_error": self._router.backends.chooser.last_error,
         }
 
     def _do(self, what: str, *given: Any) -> None:

@@ -69,21 +69,13 @@ class Slot:
         """Requests that waited at the router."""
 
 
-class Slots:
+class RollingWindow:
     """The last slots, the present one last."""
 
     def __init__(self, now: float) -> None:
         self._began_at = now
         self.present = Slot(int(now // SLOT_S))
         self.past: deque[Slot] = deque(maxlen=SLOTS)
-
-    def ttft(self, seconds: float) -> None:
-        """Count a time to first token."""
-        self.present.ttft[bucket_of(seconds)] += 1
-
-    def e2e(self, seconds: float) -> None:
-        """Count the time of a whole request."""
-        self.present.e2e[bucket_of(seconds)] += 1
 
     def is_over(self, now: float) -> bool:
         """Whether the present slot has passed."""

@@ -7,7 +7,7 @@ answer keeps its last snapshot, whose age every policy can see.
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from pydantic import Field
@@ -141,9 +141,16 @@ class Scraper:
     """Asks every replica for its metrics at an interval, all of them at the same time."""
 
     def __init__(
-        self, cluster: ClusterState, fetch: Fetch, settings: ScrapeSettings | None = None
+        self,
+        cluster: ClusterState,
+        fetch: Fetch,
+        settings: ScrapeSettings | None = None,
+        present: Callable[[], Iterable[int]] | None = None,
     ) -> None:
-        """``fetch`` gets a path of a replica and returns the body of its answer, or raises."""
+        """``fetch`` gets a path of a replica and returns the body of its response, or raises.
+
+        ``present``: numbers of the replicas to ask; default: all of the cluster.
+        """
         self.cluster = cluster
         self.fetch = fetch
         self.settings = settings or ScrapeSettings()
@@ -151,8 +158,7 @@ class Scraper:
         """The latest of each replica."""
         self.failures: dict[int, int] = {}
         """Failed attempts of each replica."""
-        self.skip: set[int] = set()
-        """Replicas that are not asked: removed ones."""
+        self._present = present or (lambda: range(len(cluster)))
         self._asking: set[int] = set()
 
     async def run(self) -> None:
@@ -161,15 +167,14 @@ class Scraper:
             return
         async with asyncio.TaskGroup() as group:
             while True:
-                for r in range(len(self.cluster)):
-                    if r not in self.skip and r not in self._asking:
+                for r in self._present():
+                    if r not in self._asking:
                         group.create_task(self._ask(r))
                 await asyncio.sleep(self.settings.interval_s)
 
     async def scrape(self) -> None:
-        """Ask every replica once and enter what they say."""
-        asked = (r for r in range(len(self.cluster)) if r not in self.skip)
-        await asyncio.gather(*(self._ask(r) for r in asked))
+        """Ask every replica once and enter its metrics."""
+        await asyncio.gather(*(self._ask(r) for r in self._present()))
 
     async def _ask(self, replica: int) -> None:
         self._asking.add(replica)
@@ -177,7 +182,7 @@ class Scraper:
             async with asyncio.timeout(self.settings.timeout_s):
                 body = await self.fetch(replica, self.settings.path)
             self._enter(replica, parse_metrics(body.decode("utf-8", errors="replace")))
-        except Exception:  # whatever fetch raises means: no metrics now
+        except Exception:  # any failure means: no metrics now
             self._count_failure(replica)
         finally:
             self._asking.discard(replica)

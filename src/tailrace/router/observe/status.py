@@ -1,227 +1,207 @@
-"""/status: what the router is doing now, as JSON, and the page that shows it.
+"""``/status``: what the router is doing now, as a dictionary for JSON, and the page that shows it.
 
-Times are in s, lengths in tokens. There is no text of requests in it and no key; what is unknown is
+Times are in s, lengths in tokens. It contains no text of requests and no key. What is unknown is
 null, never 0.
 """
 
 import base64
 import hashlib
-import math
 import os
 import re
 from collections import Counter
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
-import orjson
-
 from tailrace import __version__
+from tailrace.router.decide.chooser import Decision
 from tailrace.router.observe.rolling_window import SLOT_S, SLOTS
-from tailrace.router.observe.telemetry import FALLBACK_CAUSES
-from tailrace.router.proxy.health import NO_LIMIT
-
-if TYPE_CHECKING:
-    from tailrace.router.app import Router
-    from tailrace.router.decide.chooser import Decision
-    from tailrace.router.observe.telemetry import Telemetry
-    from tailrace.router.proxy.backends import Target
+from tailrace.router.observe.snapshot import BackendSnapshot, RouterSnapshot
+from tailrace.router.observe.telemetry import FALLBACK_CAUSES, Telemetry
 
 #: Windows of the percentiles, in s, by their name.
 WINDOWS = {"1m": 60.0, "5m": 300.0}
 LATENCIES = ("ttft", "e2e")
-#: Over which the pace of decisions is measured, in s.
+#: Time over which the rate of decisions is measured, in s.
 PACE_S = 10.0
 #: Scores shown per decision: the chosen replica's, the runner-up's and the next best.
 SHOWN_SCORES = 8
 
 
-class Status:
-    """Tells what a watched router is doing."""
+def describe(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
+    """Return the body of ``/status``."""
+    t, s, now = telemetry, snapshot, snapshot.at
+    t.advance(snapshot)
+    outcomes: Counter[str] = Counter()
+    for (_, _, outcome, _), n in t.requests.items():
+        outcomes[outcome] += n
+    retries: Counter[str] = Counter()
+    for (_, cause), n in t.retries.items():
+        retries[cause] += n
+    made = t.decisions.total()
+    return {
+        "version": __version__,
+        "state": "draining" if s.draining else "ok",
+        "uptime_s": now - t.started_at,
+        "policy": _clean(s.policy),
+        "fallback": _clean(s.fallback),
+        "in_flight": sum(b.in_flight for b in s.backends),
+        "waiting": s.waiting,
+        "clients": s.clients,
+        "decisions": {
+            "total": made,
+            "per_s": t.window.decisions_per_s(now, PACE_S),
+            "per_s_1m": t.window.decisions_per_s(now, WINDOWS["1m"]),
+            "mean_s": t.decision_time.sums[0] / made if made else None,
+        },
+        "latency": {
+            name: {key: t.window.percentiles(name, seconds) for key, seconds in WINDOWS.items()}
+            for name in LATENCIES
+        },
+        "requests": dict(outcomes),
+        "fallbacks": dict(t.fallbacks),
+        "retries": dict(retries),
+        "shed": dict(t.sheds),
+        "event_loop_lag_s": t.window.worst_lag_s(WINDOWS["1m"]),
+        "tokens": {
+            "source": s.token_source,
+            "prompts": dict(s.prompts_by_source),
+            "figures": dict(s.lengths_by_source),
+            "bytes_per_token": s.bytes_per_token,
+            "unanswered": s.tokenize_failures,
+        },
+        "canary": _canary(snapshot),
+        "shadow": _shadow(telemetry, snapshot),
+        "replicas": _replicas(telemetry, snapshot),
+        "recent": _recent(telemetry, snapshot),
+    }
 
-    def __init__(self, telemetry: "Telemetry") -> None:
-        self._telemetry = telemetry
 
-    def json(self) -> bytes:
-        """Return the body of /status."""
-        return orjson.dumps(self.describe())
+def describe_worker(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
+    """Return one worker's part of ``/status``, with the counts that latencies are merged from."""
+    counts = {
+        name: {key: telemetry.window.counts(name, seconds) for key, seconds in WINDOWS.items()}
+        for name in LATENCIES
+    }
+    return describe(telemetry, snapshot) | {"pid": os.getpid(), "counts": counts}
 
-    def part_json(self) -> bytes:
-        """Return one worker's part of it, with what is needed to add up latencies."""
-        slots = self._telemetry.slots
-        part = self.describe() | {
-            "pid": os.getpid(),
-            "counts": {
-                name: {key: slots.counts(name, seconds) for key, seconds in WINDOWS.items()}
-                for name in LATENCIES
-            },
+
+def history(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
+    """Return the body of ``/status/history``: queues of five minutes, oldest slot first.
+
+    ``in_flight`` and ``queued`` are [slot][replica]; a replica's place is its number.
+    """
+    telemetry.advance(snapshot)
+    window = telemetry.window
+    since = window.present.number - SLOTS
+    slots = [slot for slot in window.past if slot.number >= since]
+    return {
+        "every_s": SLOT_S,
+        "slots": [slot.number for slot in slots],
+        "age_s": [snapshot.at - (slot.number + 1) * SLOT_S for slot in slots],
+        "in_flight": [slot.in_flight for slot in slots],
+        "queued": [slot.queued for slot in slots],
+        "waiting": [slot.waiting for slot in slots],
+        "decisions_per_s": [slot.decided.total() / SLOT_S for slot in slots],
+    }
+
+
+def backend(b: BackendSnapshot) -> dict[str, Any]:
+    """Return an entry of ``/backends``."""
+    return {
+        "replica": b.index,
+        "name": b.name,
+        "url": b.url,
+        "state": b.state,
+        "available": b.available,
+        "why": b.why,
+        "opened": b.opened,
+        "in_flight": b.in_flight,
+        "ledger_in_flight": b.ledger_in_flight,
+        "connections": b.connections,
+    }
+
+
+def _replicas(telemetry: Telemetry, snapshot: RouterSnapshot) -> list[dict[str, Any]]:
+    decided = telemetry.window.decided(WINDOWS["1m"])
+    total = decided.total()
+    return [
+        {
+            "replica": b.index,
+            "name": _clean(b.name),
+            "url": plain_url(b.url),
+            "state": b.state,
+            "available": b.available,
+            "why": _clean(b.why),
+            "opened": b.opened,
+            "warming": b.warming,
+            "in_flight": b.in_flight,
+            "limit": b.limit,
+            "queued": b.queued,
+            "waiting": b.waiting,
+            "running": b.running,
+            "kv_used": b.kv_used,
+            "metrics_age_s": b.metrics_age_s,
+            "scrape_failures": b.scrape_failures,
+            "cached_tokens": b.cached_tokens,
+            "capacity_tokens": b.capacity_tokens,
+            "share_1m": decided[b.index] / total if total else None,
+            "speed": b.speed,
         }
-        return orjson.dumps(part, option=orjson.OPT_SERIALIZE_NUMPY)
+        for b in snapshot.present
+    ]
 
-    def history_json(self) -> bytes:
-        """Return the body of /status/history."""
-        return orjson.dumps(self.history())
 
-    def describe(self) -> dict[str, Any]:
-        """Return what the router is doing now."""
-        t = self._telemetry
-        now = t.clock()
-        t.advance(now)
-        router = t.router
-        if router is None:
-            return {"version": __version__, "state": "starting"}
-        chooser, counter = router.plane.chooser, router.plane.cluster.counter
-        outcomes: Counter[str] = Counter()
-        for (_, _, outcome, _), n in t.requests.items():
-            outcomes[outcome] += n
-        retries: Counter[str] = Counter()
-        for (_, cause), n in t.retries.items():
-            retries[cause] += n
-        made = t.decisions.total()
-        return {
-            "version": __version__,
-            "state": "draining" if router.draining else "ok",
-            "uptime_s": t.uptime_s,
-            "policy": _clean(chooser.policy.name),
-            "fallback": _clean(chooser.settings.fallback),
-            "in_flight": sum(target.active for target in router.plane.targets),
-            "waiting": len(router.forwarder.queue),
-            "clients": len(router.clients),
-            "decisions": {
-                "total": made,
-                "per_s": t.slots.decisions_per_s(now, PACE_S),
-                "per_s_1m": t.slots.decisions_per_s(now, WINDOWS["1m"]),
-                "mean_s": t.decision.total / made if made else None,
-            },
-            "latency": {
-                name: {key: t.slots.percentiles(name, seconds) for key, seconds in WINDOWS.items()}
-                for name in LATENCIES
-            },
-            "requests": dict(outcomes),
-            "fallbacks": dict(t.fallbacks),
-            "retries": dict(retries),
-            "shed": dict(t.sheds),
-            "event_loop_lag_s": t.slots.worst_lag_s(WINDOWS["1m"]),
-            "tokens": {
-                "source": router.settings.tokens.source,
-                "prompts": dict(counter.used),
-                "figures": dict(counter.learned),
-                "bytes_per_token": counter.bytes_per_token(),
-                "unanswered": router.forwarder.asker.failed,
-            },
-            "canary": self._canary(router),
-            "shadow": self._shadow(router),
-            "replicas": self._replicas(router, now),
-            "recent": self._recent(router, now, made),
+def _recent(telemetry: Telemetry, snapshot: RouterSnapshot) -> list[dict[str, Any]]:
+    """Return the last decisions, the latest first."""
+    names, made = [_clean(b.name) for b in snapshot.backends], telemetry.decisions.total()
+    return [
+        {
+            "number": made - back,
+            "age_s": max(0.0, snapshot.at - at),
+            "replica": _name(names, decision.replica),
+            "runner_up": _name(names, decision.runner_up),
+            "policy": _clean(decision.policy),
+            "reason": _clean(decision.reason),
+            "fell_back": _cause(decision.fell_back),
+            "shadow": _name(names, decision.shadow),
+            "cached_tokens": decision.cached,
+            "predicted_ttft_s": decision.ttft_s,
+            "took_s": decision.took_s,
+            "scores": [
+                {"replica": _name(names, r), "score": float(decision.scores[r])}
+                for r in shown_scores(decision)
+            ],
         }
-
-    def history(self) -> dict[str, Any]:
-        """Return the queues of the last five minutes, oldest first, one entry per slot.
-
-        ``in_flight`` and ``queued`` are [slot][replica]; a replica's place is its number.
-        """
-        t = self._telemetry
-        now = t.clock()
-        t.advance(now)
-        since = t.slots.present.number - SLOTS
-        slots = [slot for slot in t.slots.past if slot.number >= since]
-        return {
-            "every_s": SLOT_S,
-            "slots": [slot.number for slot in slots],
-            "age_s": [now - (slot.number + 1) * SLOT_S for slot in slots],
-            "in_flight": [slot.in_flight for slot in slots],
-            "queued": [slot.queued for slot in slots],
-            "waiting": [slot.waiting for slot in slots],
-            "decisions_per_s": [slot.decided.total() / SLOT_S for slot in slots],
-        }
-
-    # ---- parts ----------------------------------------------------------------------------------
-
-    def _replicas(self, router: "Router", now: float) -> list[dict[str, Any]]:
-        decided = self._telemetry.slots.decided(WINDOWS["1m"])
-        total = decided.total()
-        views, index = router.plane.cluster.replicas, router.plane.cluster.index
-        units_per_token = router.plane.cluster.units_per_token
-        found = []
-        for target in router.plane.present:
-            r, health = target.index, target.health
-            snapshot = router.scraper.snapshots.get(r)
-            taken_at = float(views["metrics_at"][r])
-            found.append(
-                {
-                    "replica": r,
-                    "name": _clean(target.label),
-                    "url": plain_url(target.backend.url),
-                    "state": health.state,
-                    "available": health.available,
-                    "why": _clean(health.breaker.reason),
-                    "opened": health.breaker.opened,
-                    "warming": health.warming(now) and health.available,
-                    "in_flight": target.active,
-                    "limit": target.limit if 0 < target.limit < NO_LIMIT else None,
-                    "queued": int(views["queued"][r]),
-                    "waiting": snapshot.waiting if snapshot else None,
-                    "running": snapshot.running if snapshot else None,
-                    "kv_used": snapshot.kv_used if snapshot else None,
-                    "metrics_age_s": now - taken_at if math.isfinite(taken_at) else None,
-                    "scrape_failures": router.scraper.failures.get(r, 0),
-                    "cached_tokens": int(index.totals["held_tokens"][r] / units_per_token),
-                    "capacity_tokens": int(views["capacity_tokens"][r]),
-                    "share_1m": decided[r] / total if total else None,
-                    "speed": float(views["speed"][r]),
-                }
-            )
-        return found
-
-    def _recent(self, router: "Router", now: float, made: int) -> list[dict[str, Any]]:
-        """Return the last decisions, the latest first."""
-        targets = router.plane.targets
-        return [
-            {
-                "number": made - back,
-                "age_s": max(0.0, now - at),
-                "replica": _name(targets, decision.replica),
-                "runner_up": _name(targets, decision.runner_up),
-                "policy": _clean(decision.policy),
-                "reason": _clean(decision.reason),
-                "fell_back": _cause(decision.fell_back),
-                "shadow": _name(targets, decision.shadow),
-                "cached_tokens": decision.cached,
-                "predicted_ttft_s": decision.ttft_s,
-                "took_s": decision.took_s,
-                "scores": [
-                    {"replica": _name(targets, r), "score": float(decision.scores[r])}
-                    for r in shown_scores(decision)
-                ],
-            }
-            for back, (at, decision) in enumerate(reversed(self._telemetry.recent))
-        ]
-
-    def _canary(self, router: "Router") -> dict[str, Any] | None:
-        chooser = router.plane.chooser
-        if not chooser.settings.canary:
-            return None
-        made, canary = chooser.counts["decisions"], chooser.counts["canary"]
-        return {
-            "policy": _clean(chooser.settings.canary),
-            "share": chooser.settings.canary_share,
-            "decisions": canary,
-            "share_of_decisions": canary / made if made else None,
-        }
-
-    def _shadow(self, router: "Router") -> dict[str, Any] | None:
-        name, t = router.plane.chooser.settings.shadow, self._telemetry
-        if not name:
-            return None
-        return {
-            "policy": _clean(name),
-            "decisions": t.shadowed,
-            "disagreements": t.disagreed,
-            "share_of_disagreements": t.disagreed / t.shadowed if t.shadowed else None,
-        }
+        for back, (at, decision) in enumerate(reversed(telemetry.recent))
+    ]
 
 
-def shown_scores(decision: "Decision") -> list[int]:
+def _canary(snapshot: RouterSnapshot) -> dict[str, Any] | None:
+    s = snapshot
+    if not s.canary:
+        return None
+    return {
+        "policy": _clean(s.canary),
+        "share": s.canary_share,
+        "decisions": s.canary_decisions,
+        "share_of_decisions": s.canary_decisions / s.decisions if s.decisions else None,
+    }
+
+
+def _shadow(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any] | None:
+    if not snapshot.shadow:
+        return None
+    made, differ = telemetry.shadow_decisions[()], telemetry.shadow_disagreements[()]
+    return {
+        "policy": _clean(snapshot.shadow),
+        "decisions": made,
+        "disagreements": differ,
+        "share_of_disagreements": differ / made if made else None,
+    }
+
+
+def shown_scores(decision: Decision) -> list[int]:
     """Return the replicas whose scores are shown: the chosen one, the runner-up, the next best.
 
     A better score than the chosen one's belongs to a replica that could not be chosen.
@@ -241,10 +221,8 @@ def plain_url(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def _name(targets: "list[Target]", replica: int | None) -> str | None:
-    if replica is None or not 0 <= replica < len(targets):
-        return None
-    return _clean(targets[replica].label)
+def _name(names: list[str], replica: int | None) -> str | None:
+    return names[replica] if replica is not None and 0 <= replica < len(names) else None
 
 
 def _cause(fell_back: str | None) -> str | None:
@@ -252,7 +230,7 @@ def _cause(fell_back: str | None) -> str | None:
 
 
 def _clean(text: str) -> str:
-    """Make any string one that JSON can hold; names of files need not be."""
+    """Replace what JSON cannot hold; file names may contain anything."""
     return text.encode(errors="replace").decode()
 
 
@@ -273,7 +251,7 @@ def _policy_of(html: str) -> str:
 _HTML = files("tailrace.router.observe").joinpath("status.html").read_text(encoding="utf-8")
 _CSP = _policy_of(_HTML)
 
-#: The page. It holds no data: it asks /status for them.
+#: The page. It holds no data: it fetches /status.
 PAGE = _HTML.replace(
     "<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{_CSP}">', 1
 ).encode()

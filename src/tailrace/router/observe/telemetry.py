@@ -1,50 +1,35 @@
-"""What the router counts: for Prometheus, and the last minutes for the status page.
+"""Counts routing events: for Prometheus, and over the last minutes for the status page.
 
-Events are added to plain numbers by the event loop's one thread; whatever can be read elsewhere
-(queues, breakers, ages) is read when somebody asks, see ``exported.py``. Counters of the Prometheus
-library lock and would cost 20 us per request.
+Every counter and histogram is declared in ``Telemetry.__init__`` and counted in the methods below
+it; ``prometheus.py`` exports whatever is declared. What can be read when somebody asks (queues,
+breakers, ages) is not counted here but part of the snapshot.
 
-No label's value comes from a client: kinds, outcomes and causes are from closed lists, replicas and
-policies from the settings.
+No value of a label comes from a client: kinds, outcomes and causes are from closed lists, replicas
+and policies from the settings.
 """
 
 import asyncio
 import time
 from bisect import bisect_left
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING
 
-from tailrace.router.observe.prometheus import (
-    CONTENT_TYPE,
-    DECISION_BUCKETS,
-    E2E_BUCKETS,
-    LAG_BUCKETS,
-    TPOT_BUCKETS,
-    TTFT_BUCKETS,
-    WAIT_BUCKETS,
-    Exporter,
-    Histogram,
-)
-from tailrace.router.observe.rolling_window import Slots, bucket_of
-
-if TYPE_CHECKING:
-    from tailrace.router.app import Router
-    from tailrace.router.decide.chooser import Decision
-    from tailrace.router.state.cluster import Attempt
-
-__all__ = ["CONTENT_TYPE", "Telemetry"]
+from tailrace.router.decide.chooser import Decision
+from tailrace.router.observe.metrics import Metrics
+from tailrace.router.observe.rolling_window import RollingWindow, bucket_of
+from tailrace.router.observe.snapshot import RouterSnapshot
+from tailrace.router.state.attempt import Attempt
 
 KINDS = frozenset({"chat", "completion", "embedding", "response", "other"})
 OUTCOMES = frozenset(
     {"done", "client_gone", "backend_failed", "timeout", "shed", "rejected", "refused", "other"}
 )
-SHED_CAUSES = frozenset({"queue", "no_replica", "rate", "other"})
+SHED_CAUSES = frozenset({"queue", "no_replica", "other"})
 RETRY_CAUSES = frozenset(
     {"connect", "broken", "timeout", "other", *(f"status_{s}" for s in range(500, 600))}
 )
-#: Why the fallback rule decided, by the name that the chooser has for it.
+#: Why the fallback rule decided, by the chooser's name for it.
 FALLBACK_CAUSES = {
     "guard": "guard", "error": "error", "nan": "nan", "time": "slow", "range": "out_of_range",
 }  # fmt: skip
@@ -53,93 +38,112 @@ STATUSES = frozenset({*(status.value for status in HTTPStatus), 499})
 _NOWHERE = -1
 #: Decisions that the status page shows.
 SHOWN_DECISIONS = 50
-#: Between two looks at the event loop's lag, in s.
+#: Time between two measurements of the event loop's lag, s.
 LAG_EVERY_S = 0.25
 
-
-class ReplicaCounts:
-    """What the finished requests of one replica amount to."""
-
-    __slots__ = ("believed", "checked", "output", "prompt", "reported", "tpot", "ttft")
-
-    def __init__(self) -> None:
-        self.prompt = 0
-        """Prompt tokens."""
-        self.output = 0
-        """Tokens of answers."""
-        self.believed = 0
-        """Prompt tokens that the router thought cached."""
-        self.checked = 0
-        """The same, of requests whose server said how many were."""
-        self.reported = 0
-        """Cached prompt tokens as those servers said."""
-        self.ttft = Histogram(TTFT_BUCKETS)
-        self.tpot = Histogram(TPOT_BUCKETS)
+# Upper bounds of the histograms' buckets, s.
+# fmt: off
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 80.0)
+TPOT_BUCKETS = (0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0)
+E2E_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+WAIT_BUCKETS = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+DECISION_BUCKETS = (1e-05, 2e-05, 5e-05, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
+LAG_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+# fmt: on
 
 
 class Telemetry:
-    """Everything that is counted. Times are in s of ``clock``, which is the cluster's."""
+    """An event sink that counts. Times are in s of ``clock``, which is the router's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.started_at = clock()
-        self.router: Router | None = None
-        self.requests: Counter[tuple[str, int, str, int]] = Counter()
-        """By kind, status, outcome and replica."""
-        self.decisions: Counter[tuple[str, int]] = Counter()
-        """By policy and replica."""
-        self.fallbacks: Counter[str] = Counter()
-        """By cause."""
-        self.retries: Counter[tuple[int, str]] = Counter()
-        """By replica that made it necessary, and cause."""
-        self.sheds: Counter[str] = Counter()
-        """By cause."""
-        self.shadowed = 0
-        """Decisions that the shadow policy made too."""
-        self.disagreed = 0
-        """Those in which it would have chosen another replica."""
-        self.e2e = Histogram(E2E_BUCKETS)
-        self.queue_wait = Histogram(WAIT_BUCKETS)
-        self.decision = Histogram(DECISION_BUCKETS)
-        self.lag = Histogram(LAG_BUCKETS)
-        self.replicas: list[ReplicaCounts] = []
         self.recent: deque[tuple[float, Decision]] = deque(maxlen=SHOWN_DECISIONS)
-        """The last decisions, and when they were made."""
-        self.slots = Slots(self.started_at)
-        self._exporter = Exporter(self)
-
-    def watch(self, router: "Router") -> None:
-        """Read queues, breakers and connections from this router from now on."""
-        self.router = router
-
-    @property
-    def uptime_s(self) -> float:
-        """Time since the start."""
-        return self.clock() - self.started_at
+        """The last decisions, each with its time."""
+        self.window = RollingWindow(self.started_at)
+        self.metrics = metrics = Metrics()
+        counter, histogram = metrics.counter, metrics.histogram
+        self.requests = counter(
+            "requests", "Requests of clients that are over",
+            ("kind", "status", "outcome", "replica"),
+        )  # fmt: skip
+        self.decisions = counter(
+            "decisions", "Decisions by the policy that was asked and the replica chosen",
+            ("policy", "replica"),
+        )  # fmt: skip
+        self.fallbacks = counter(
+            "fallbacks", "Decisions that the fallback rule made, by what kept the policy from it",
+            ("cause",),
+        )  # fmt: skip
+        self.shadow_decisions = counter(
+            "shadow_decisions", "Decisions that the shadow policy made too"
+        )
+        self.shadow_disagreements = counter(
+            "shadow_disagreements",
+            "Decisions in which the shadow policy would have chosen another replica",
+        )
+        self.retries = counter(
+            "retries", "Requests tried elsewhere, by the replica that made it necessary and why",
+            ("replica", "cause"),
+        )  # fmt: skip
+        self.sheds = counter("shed", "Requests sent away because there was no room", ("cause",))
+        self.prompt_tokens = counter(
+            "prompt_tokens", "Prompt tokens of finished requests", ("replica",)
+        )
+        self.output_tokens = counter("output_tokens", "Tokens of answers", ("replica",))
+        self.believed_tokens = counter(
+            "prefix_believed_tokens", "Prompt tokens that the router thought cached", ("replica",)
+        )
+        self.checked_tokens = counter(
+            "prefix_checked_tokens",
+            "The same, of requests whose server told how many were", ("replica",),
+        )  # fmt: skip
+        self.reported_tokens = counter(
+            "prefix_reported_tokens",
+            "Prompt tokens that those servers had cached, as they say", ("replica",),
+        )  # fmt: skip
+        self.ttft = histogram(
+            "ttft", "From a request's arrival to its first token, where that can be seen (streams)",
+            TTFT_BUCKETS, by_replica=True,
+        )  # fmt: skip
+        self.tpot = histogram(
+            "tpot", "Per token after the first, of streams that were completed",
+            TPOT_BUCKETS, by_replica=True,
+        )  # fmt: skip
+        self.e2e = histogram(
+            "e2e", "From a request's arrival to its end, of those completed", E2E_BUCKETS
+        )
+        self.queue_wait = histogram(
+            "queue_wait", "From a request's arrival to its being sent, retries included",
+            WAIT_BUCKETS,
+        )  # fmt: skip
+        self.decision_time = histogram("decision", "To choose a replica", DECISION_BUCKETS)
+        self.lag = histogram(
+            "event_loop_lag", "How late the event loop comes, looked at four times a second",
+            LAG_BUCKETS,
+        )  # fmt: skip
 
     # ---- events ---------------------------------------------------------------------------------
 
-    def decided(self, decision: "Decision") -> None:
+    def decided(self, decision: Decision) -> None:
         """A replica was chosen."""
-        now = self.clock()
-        replica = decision.replica
+        replica, took_s, times = decision.replica, decision.took_s, self.decision_time
         self.decisions[decision.policy, replica] += 1
-        took_s, times = decision.took_s, self.decision
-        times.counts[bisect_left(DECISION_BUCKETS, took_s)] += 1
-        times.total += took_s
+        times.counts[0][bisect_left(DECISION_BUCKETS, took_s)] += 1
+        times.sums[0] += took_s
         if decision.fell_back is not None:
             self.fallbacks[FALLBACK_CAUSES.get(decision.fell_back, "other")] += 1
         if decision.shadow is not None:
-            self.shadowed += 1
+            self.shadow_decisions[()] += 1
             if decision.shadow != replica:
-                self.disagreed += 1
-        self.slots.present.decided[replica] += 1
-        self.recent.append((now, decision))
+                self.shadow_disagreements[()] += 1
+        self.window.present.decided[replica] += 1
+        self.recent.append((self.clock(), decision))
 
     def request_done(
-        self, attempt: "Attempt | None", status: int, outcome: str, path_kind: str
+        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
     ) -> None:
-        """A client's request is over; ``attempt``: its last attempt, closed, if there was one."""
+        """A client's request is over; ``attempt``: its last one, closed, if there was one."""
         replica = _NOWHERE if attempt is None else attempt.replica
         key = (path_kind, status, outcome, replica)
         if key not in self.requests:
@@ -147,24 +151,23 @@ class Telemetry:
         self.requests[key] += 1
         if attempt is None:
             return
-        if replica >= len(self.replicas):
-            self.replicas += [ReplicaCounts() for _ in range(len(self.replicas), replica + 1)]
-        counts = self.replicas[replica]
+        if replica >= self.metrics.replicas:
+            self.metrics.add_replicas(replica + 1)
         cached, output = attempt.cached, attempt.output_tokens
-        counts.prompt += attempt.known_prompt_tokens[0]
-        counts.output += output
-        counts.believed += cached
+        self.prompt_tokens[replica] += attempt.known_prompt_tokens[0]
+        self.output_tokens[replica] += output
+        self.believed_tokens[replica] += cached
         if attempt.reported_cached is not None:
-            counts.checked += cached
-            counts.reported += attempt.reported_cached
-        arrived_at, slot = attempt.arrival.arrived_at, self.slots.present
+            self.checked_tokens[replica] += cached
+            self.reported_tokens[replica] += attempt.reported_cached
+        arrived_at, slot = attempt.arrival.arrived_at, self.window.present
         waited_s = attempt.sent_at - arrived_at
         self.queue_wait.observe(waited_s if waited_s > 0 else 0.0)
-        # An estimated first token counts for nothing.
+        # An estimated first token is not counted.
         first_at = None if attempt.estimated else attempt.first_at
         if first_at is not None:
             ttft_s = max(0.0, first_at - arrived_at)
-            counts.ttft.observe(ttft_s)
+            self.ttft.observe(ttft_s, replica)
             slot.ttft[bucket_of(ttft_s)] += 1
         last_at = attempt.last_at
         if outcome == "done" and last_at is not None:
@@ -172,54 +175,44 @@ class Telemetry:
             self.e2e.observe(e2e_s)
             slot.e2e[bucket_of(e2e_s)] += 1
             if first_at is not None and output > 1:
-                counts.tpot.observe(max(0.0, last_at - first_at) / (output - 1))
+                self.tpot.observe(max(0.0, last_at - first_at) / (output - 1), replica)
 
     def retried(self, replica: int, cause: str) -> None:
-        """A request is tried elsewhere, because of this replica."""
+        """A request is tried at another replica because of this one."""
         self.retries[replica, cause if cause in RETRY_CAUSES else "other"] += 1
 
     def shed(self, cause: str) -> None:
-        """A request was sent away."""
+        """A request was rejected for lack of room."""
         self.sheds[cause if cause in SHED_CAUSES else "other"] += 1
 
     # ---- time -----------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Watch the event loop and the queues until cancelled."""
+    async def run(self, snapshot: Callable[[], RouterSnapshot]) -> None:
+        """Measure the event loop's lag and close the window's slots until cancelled."""
         while True:
             asleep_at = self.clock()
             await asyncio.sleep(LAG_EVERY_S)
             now = self.clock()
             self.lagged(now - asleep_at - LAG_EVERY_S)
-            self.advance(now)
+            if self.window.is_over(now):
+                self.advance(snapshot())
 
     def lagged(self, late_s: float) -> None:
-        """The event loop came so much later than it should have."""
+        """The event loop came this much later than it should have."""
         late_s = max(0.0, late_s)
         self.lag.observe(late_s)
-        slot = self.slots.present
+        slot = self.window.present
         slot.lag_s = max(slot.lag_s, late_s)
 
-    def advance(self, now: float) -> None:
-        """Begin a new slot of the last minutes if it is time; the old one keeps the queues."""
-        if not self.slots.is_over(now):
-            return
-        if self.router is None:
-            self.slots.next(now, (), (), 0)
-            return
-        plane = self.router.plane
-        self.slots.next(
-            now,
-            [target.active for target in plane.targets],
-            plane.cluster.replicas["queued"].tolist(),
-            len(self.router.forwarder.queue),
-        )
-
-    # ---- Prometheus -----------------------------------------------------------------------------
-
-    def render(self) -> bytes:
-        """Return everything in Prometheus' text form."""
-        return self._exporter.render()
+    def advance(self, snapshot: RouterSnapshot) -> None:
+        """Close the window's slot if its time is over; it keeps the queues of the snapshot."""
+        if self.window.is_over(snapshot.at):
+            self.window.next(
+                snapshot.at,
+                [b.in_flight for b in snapshot.backends],
+                [b.queued for b in snapshot.backends],
+                snapshot.waiting,
+            )
 
 
 def _closed_key(

@@ -1,7 +1,7 @@
-"""Who waits when every replica has as much as it may have, who goes next, and who is sent away.
+"""Admission: which requests wait when every backend is at its limit, and which are rejected.
 
-Also the budget of retries, which is admission of another kind: retries are only allowed as a share
-of the traffic, so that a failing cluster does not get twice the requests.
+Also the retry budget, which is admission of another kind: retries are allowed as a share of the
+traffic only, so that a failing cluster does not get twice the requests.
 """
 
 import heapq
@@ -10,9 +10,9 @@ from typing import Protocol
 
 from tailrace.router.settings import AdmissionSettings, RetrySettings
 
-#: Limits of what is told a client that is sent away, in s.
+#: Limits of the Retry-After of a rejected request, in s.
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1, 60
-#: Seconds over which the pace of admissions is measured.
+#: Time constant of the measured rate of admissions, in s.
 PACE_S = 10.0
 
 
@@ -26,7 +26,7 @@ class Waiting(Protocol):
         """Try again to send it; False: there is still no room."""
 
     def shed(self, why: str) -> None:
-        """It is sent away."""
+        """It is rejected."""
 
 
 class Queue:
@@ -47,7 +47,7 @@ class Queue:
         return len(self._numbers)
 
     def push(self, waiting: Waiting, now: float) -> bool:
-        """Let a request wait; False: it is sent away, because all that wait are more urgent."""
+        """Queue a request; False: the queue is full of more urgent ones, so it is rejected."""
         if len(self) >= self.settings.queue:
             worst = max(
                 (e for e in self._heap if e[1] not in self._gone), default=None, key=lambda e: e[:2]
@@ -94,7 +94,7 @@ class Queue:
             self._pumping = False
 
     def sweep(self, now: float) -> None:
-        """Send away what has waited too long."""
+        """Reject what has waited too long."""
         limit = now - self.settings.max_wait_s
         for _, number, since, waiting in list(self._heap):
             if since < limit and number not in self._gone:
@@ -102,14 +102,14 @@ class Queue:
                 waiting.shed(f"no replica had room within {self.settings.max_wait_s:g} s")
 
     def clear(self, why: str) -> None:
-        """Send everything away."""
+        """Reject everything."""
         for _, number, _, waiting in list(self._heap):
             if number not in self._gone:
                 self._take_out(waiting)
                 waiting.shed(why)
 
     def retry_after_s(self, now: float) -> int:
-        """Return when a client should come again: when those before it will be gone."""
+        """Return when a client should retry: when those that wait now will have been sent."""
         pace = self._pace * math.exp((self._pace_at - now) / PACE_S) / PACE_S
         wait = len(self) / pace if pace > 0 else MIN_RETRY_AFTER_S
         return int(min(MAX_RETRY_AFTER_S, max(MIN_RETRY_AFTER_S, math.ceil(wait))))

@@ -5,125 +5,149 @@ sweep a few times per second. No task and no timer belongs to it, so a request c
 way out of it leads through ``_finish``, which closes the attempt exactly once.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
 from tailrace.net.client import UpstreamConnection
 from tailrace.net.heads import ResponseHead
 from tailrace.net.server import HttpRequest, error_body
-from tailrace.router.intake.request_body import RequestBody
+from tailrace.router.decide.chooser import Decision
+from tailrace.router.observe.decision_log import DecisionLog
+from tailrace.router.observe.events import EventSink
 from tailrace.router.proxy import response_headers
-from tailrace.router.proxy.backends import Target
+from tailrace.router.proxy.admission import Queue, RetryBudget
+from tailrace.router.proxy.backends import Backend, Backends
 from tailrace.router.proxy.relay import Relay
 from tailrace.router.proxy.response_scan import TAIL_BYTES, find_usage
-
-if TYPE_CHECKING:
-    from tailrace.router.decide.chooser import Decision
-    from tailrace.router.proxy.dispatcher import Forwarder
-    from tailrace.router.state.cluster import Arrival, Attempt
+from tailrace.router.proxy.tokenize_probe import TokenizeProbe
+from tailrace.router.serve_settings import ServeSettings
+from tailrace.router.state.attempt import Arrival, Attempt
 
 #: A reused connection that fails this soon was being closed by an idle server, in s.
 STALE_S = 1.0
 
-# Where an exchange stands.
+# Stages of an exchange.
 WAITING, CONNECTING, SENT, STREAMING, OVER = range(5)
 
 
-class Exchange:
-    """One request on its way."""
+@dataclass(slots=True, kw_only=True, eq=False)
+class ExchangeContext:
+    """What all exchanges share."""
 
-    __slots__ = ("__weakref__", "_attempts", "_connection", "_f", "_failure", "_heard_at", "_kind",
-                 "_paused", "_refreshed", "_relay", "_request", "_sent_at", "_started_at",
-                 "_target", "_timed_out", "_tried", "arrival", "asked", "attempt", "decision", "id",
-                 "priority", "stage")  # fmt: skip
+    settings: ServeSettings
+    backends: Backends
+    events: EventSink
+    decision_log: DecisionLog
+    queue: Queue
+    retry_budget: RetryBudget
+    tokenize_probe: TokenizeProbe
+    now: float = 0.0
+    """Coarse clock, s; set by the sweep."""
+    active: "set[Exchange]" = field(default_factory=set)
+    """Exchanges that are not over."""
+
+    def admit_waiting(self) -> None:
+        """There may be room for a request: admit those that wait, in order."""
+        if len(self.queue):
+            self.queue.pump(self.now)
+
+
+class Exchange:
+    """One request in progress."""
+
+    __slots__ = ("__weakref__", "_attempts", "_backend", "_connection", "_context", "_failure",
+                 "_heard_at", "_kind", "_refreshed", "_relay", "_request", "_sent_at",
+                 "_started_at", "_timed_out", "_tried", "arrival", "attempt", "decision", "id",
+                 "paused", "priority", "stage")  # fmt: skip
 
     def __init__(
         self,
-        forwarder: "Forwarder",
+        context: ExchangeContext,
         request: HttpRequest,
+        request_id: bytes,
         kind: str,
-        asked: RequestBody | None,
-        arrival: "Arrival | None",
+        arrival: Arrival | None,
     ) -> None:
-        self._f = forwarder
+        """``arrival``: the request as the policy sees it; None: it is not routed by content."""
+        self._context = context
         self._request = request
         self._kind = kind
-        self.asked = asked
         self.arrival = arrival
-        self.id = forwarder.request_id(request)
-        self.priority = asked.priority if asked is not None else 0
+        self.id = request_id
+        self.priority = arrival.asked.priority if arrival is not None else 0
         self.stage = WAITING
         self.attempt: Attempt | None = None
         self.decision: Decision | None = None
-        self._target: Target | None = None
+        self._backend: Backend | None = None
         self._connection: UpstreamConnection | None = None
-        self._tried: list[Target] = []
+        self._tried: list[Backend] = []
         self._attempts = 0
         self._refreshed = False
         self._failure = ""
         self._timed_out = False
-        self._started_at = self._sent_at = self._heard_at = forwarder.now
+        self._started_at = self._sent_at = self._heard_at = context.now
         self._relay: Relay | None = None
-        self._paused = False
+        self.paused = False
+        """Whether the backend is not read, because the client does not keep up."""
 
     # Admission.
 
     def start(self) -> None:
-        """Send it, or let it wait, or send it away."""
-        f = self._f
-        # Those that wait already go first, unless this one is more urgent.
-        if (len(f.queue) and self.arrival is not None) or not self.admitted():
+        """Send it, queue it, or reject it."""
+        context = self._context
+        # Requests that wait already go first, unless this one is more urgent.
+        if (len(context.queue) and self.arrival is not None) or not self.admitted():
             self._wait()
 
     def shed(self, why: str) -> None:
-        """Send it away; called by the queue."""
-        self._f.telemetry.shed("queue")
-        after = self._f.queue.retry_after_s(self._f.now)
+        """Reject it with 429; called by the queue."""
+        self._context.events.shed("queue")
+        after = self._context.queue.retry_after_s(self._context.now)
         self._reply(429, why, "shed", b"retry-after: %d\r\n" % after)
 
     def _wait(self) -> None:
-        f = self._f
-        if self.arrival is not None and f.plane.has_other(self._tried):
-            if not f.queue.push(self, f.now):
+        context = self._context
+        if self.arrival is not None and context.backends.has_other(self._tried):
+            if not context.queue.push(self, context.now):
                 self.shed("every replica is busy and the queue is full")
             elif not self._attempts:
-                f.room()
+                context.admit_waiting()
             return
         if self._attempts:
             self._give_up()
         else:
-            f.telemetry.shed("no_replica")
-            after = max(1, round(f.settings.health.open_s))
+            context.events.shed("no_replica")
+            after = max(1, round(context.settings.health.open_s))
             self._reply(503, "no replica is available", "shed", b"retry-after: %d\r\n" % after)
 
     def admitted(self) -> bool:
-        """Choose a replica and send; False: there is none with room. Also called by the queue."""
-        f, arrival, decision = self._f, self.arrival, None
-        plane = f.plane
+        """Choose a backend and send; False: none has room. Also called by the queue."""
+        context, arrival, decision = self._context, self.arrival, None
+        backends = context.backends
         if arrival is None:
-            target = plane.any_target(self._tried)
-            if target is None:
+            backend = backends.any_backend(self._tried)
+            if backend is None:
                 return False
         else:
-            decision = plane.choose(arrival, self._tried)
+            decision = backends.choose(arrival, self._tried)
             if decision is None:
                 return False
-            target = plane.targets[decision.replica]
+            backend = backends.all[decision.replica]
             self.decision = decision
         self._attempts += 1
         self._refreshed = False
-        self._target = target
-        target.begin()
+        self._backend = backend
+        backend.begin()
         self._connect(fresh=False)
-        # Entered into the ledger only now: the server can begin meanwhile.
+        # Entered into the records only now: the server can begin meanwhile.
         if arrival is not None and decision is not None:
-            self.attempt = plane.cluster.open(arrival, decision.replica, decision)
-            f.telemetry.decided(decision)
+            self.attempt = backends.cluster.open(arrival, decision.replica, decision)
+            context.events.decided(decision)
         return True
 
     def _connect(self, *, fresh: bool) -> None:
-        assert self._target is not None
+        assert self._backend is not None
         self.stage = CONNECTING
-        connection = self._target.pool.acquire(self, fresh=fresh)
+        connection = self._backend.pool.acquire(self, fresh=fresh)
         if connection is not None:
             self.connected(connection)
 
@@ -133,23 +157,23 @@ class Exchange:
         """Send the request; False: it is not wanted any more."""
         if self.stage != CONNECTING:
             return False
-        request, target = self._request, self._target
-        assert target is not None
+        request, backend = self._request, self._backend
+        assert backend is not None
         self.stage = SENT
-        self._sent_at = self._f.now
+        self._sent_at = self._context.now
         self._connection = connection
-        head = target.pool.request_head(request.head, len(request.body), self.id)
+        head = backend.pool.request_head(request.head, len(request.body), self.id)
         connection.send(self, request.head.method, head, request.body)
         return True
 
     def failed(self, why: str, *, connecting: bool) -> None:
-        """The backend did not answer, or not to the end."""
+        """The backend failed before its response was complete."""
         if self.stage == OVER:
             return
-        target, connection = self._target, self._connection
-        assert target is not None
+        backend, connection = self._backend, self._connection
+        assert backend is not None
         self._connection = None
-        now = self._f.now
+        now = self._context.now
         if (
             not connecting
             and connection is not None
@@ -161,40 +185,40 @@ class Exchange:
             self._refreshed = True
             self._connect(fresh=True)
             return
-        target.health.failure(now, why, died=connecting)
+        backend.health.failure(now, why, died=connecting)
         self._failed_over(why, "connect" if connecting else "broken", "backend_failed")
 
     def head(self, head: ResponseHead) -> None:
-        """The answer begins: pass it on, or try another replica if it is an error of this one."""
-        f, target = self._f, self._target
-        assert target is not None
+        """The response begins: pass it on, or try another backend if it is an error of this one."""
+        context, backend = self._context, self._backend
+        assert backend is not None
         status = head.status
         if status >= 500 and status != 501:
             why = f"answered {status}"
-            target.health.failure(f.now, why, may_open=f.plane.may_eject())
-            if status in f.settings.retry.statuses and self._may_retry():
+            backend.health.failure(context.now, why, may_open=context.backends.may_eject())
+            if status in context.settings.retry.statuses and self._may_retry():
                 if self._connection is not None:
                     self._connection.abort()
                     self._connection = None
                 self._failed_over(why, f"status_{status}", "backend_failed")
                 return
         else:
-            target.health.success(f.now)
+            backend.health.success(context.now)
         self.stage = STREAMING
-        self._heard_at = f.now
+        self._heard_at = context.now
         request = self._request
         keep = request.head.keep_alive and not request.client.closing
         kind = self._kind if self.attempt is not None else "other"
         self._relay = Relay(head, request.head, kind, keep, self._extra_headers())
 
     def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
-        """Pass a piece of the answer on, byte for byte."""
-        relay, target, attempt = self._relay, self._target, self.attempt
+        """Pass a piece of the response on, byte for byte."""
+        relay, backend, attempt = self._relay, self._backend, self.attempt
         connection = self._connection
         assert relay is not None
-        assert target is not None
-        target.heard = True
-        self._heard_at = self._f.now
+        assert backend is not None
+        backend.heard = True
+        self._heard_at = self._context.now
         reader = connection.reader if connection is not None else None
         out, tokens = relay.piece(raw, parts, done, reader)
         if tokens and attempt is not None:
@@ -213,17 +237,18 @@ class Exchange:
             client.end(keep=relay.keep)
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
-        """The whole answer at once: the short way through ``head`` and ``body``."""
+        """The complete response at once: the short way through ``head`` and ``body``."""
         status = head.status
         if status >= 400 or head.content_type.startswith(b"text/event-stream"):
             self.head(head.of_length(len(body)))
             if self.stage == STREAMING:
                 self.body(body, [body], True)
             return
-        f, target, attempt, request = self._f, self._target, self.attempt, self._request
-        assert target is not None
-        target.heard = True
-        target.health.success(f.now)
+        context, backend, attempt = self._context, self._backend, self.attempt
+        request = self._request
+        assert backend is not None
+        backend.heard = True
+        backend.health.success(context.now)
         self._connection = None
         client = request.client
         keep = request.head.keep_alive and not client.closing
@@ -246,15 +271,15 @@ class Exchange:
     # The client's side.
 
     def client_gone(self) -> None:
-        """Break off at once: the backend shall not work for nobody."""
+        """Abort at once, so that the backend stops working on it."""
         if self.stage == OVER:
             return
-        self._f.queue.remove(self)
+        self._context.queue.remove(self)
         if self._connection is not None:
             self._connection.abort()
             self._connection = None
         relay = self._relay
-        if relay is not None and relay.said_done:
+        if relay is not None and relay.ended:
             # Clients may close at the end mark, before the body's last chunk.
             if relay.usage is not None and self.attempt is not None:
                 self.attempt.usage(*relay.usage)
@@ -264,14 +289,14 @@ class Exchange:
 
     def client_slow(self) -> None:
         """Stop reading from the backend."""
-        self._paused = True
+        self.paused = True
         if self._connection is not None:
             self._connection.pause()
 
     def client_ready(self) -> None:
         """Go on reading."""
-        self._paused = False
-        self._heard_at = self._f.now
+        self.paused = False
+        self._heard_at = self._context.now
         if self._connection is not None:
             self._connection.resume()
 
@@ -279,7 +304,7 @@ class Exchange:
 
     def check(self, now: float) -> None:
         """Enforce the time limits at ``now`` (s)."""
-        limits = self._f.settings.limits
+        limits = self._context.settings.limits
         stage = self.stage
         if now - self._started_at > limits.total_s:
             self._expired(f"not complete within {limits.total_s:g} s", final=True)
@@ -288,73 +313,75 @@ class Exchange:
                 self._expired(f"no answer within {limits.first_byte_s:g} s")
         elif (
             stage == STREAMING
-            and not self._paused
+            and not self.paused
             and now - self._heard_at > limits.between_chunks_s
         ):
             self._expired(f"silent for {limits.between_chunks_s:g} s")
 
     @property
     def _begun(self) -> bool:
-        """Whether a byte of an answer was passed on."""
+        """Whether a byte of a response was passed on."""
         return self._relay is not None and self._relay.started
 
     def _expired(self, why: str, *, final: bool = False) -> None:
         if self._connection is not None:
             self._connection.abort()
             self._connection = None
-        self._f.queue.remove(self)
+        self._context.queue.remove(self)
         self._timed_out = True
-        if self._target is not None and not final:
-            self._target.health.failure(self._f.now, why)
+        if self._backend is not None and not final:
+            self._backend.health.failure(self._context.now, why)
         if final:
-            self._attempts = self._f.settings.retry.attempts
+            self._attempts = self._context.settings.retry.attempts
         self._failed_over(why, "timeout", "timeout")
 
     def _may_retry(self) -> bool:
-        """Whether another replica may be tried; it is, if so: the budget is charged."""
-        f = self._f
+        """Whether another backend may be tried; if so, the retry budget is charged."""
+        context = self._context
         return (
-            self._attempts < f.settings.retry.attempts
-            and f.plane.has_other([*self._tried, self._target] if self._target else self._tried)
-            and f.budget.spend()
+            self._attempts < context.settings.retry.attempts
+            and context.backends.has_other(
+                [*self._tried, self._backend] if self._backend else self._tried
+            )
+            and context.retry_budget.spend()
         )
 
     def _failed_over(self, why: str, cause: str, outcome: str) -> None:
-        """This attempt has failed: try another replica, or tell the client."""
-        f, target = self._f, self._target
+        """This attempt has failed: try another backend, or respond with the error."""
+        context, backend = self._context, self._backend
         self._failure = why
         if self._begun:
             self._break_off(why, outcome)
             return
-        # An answer that made us look elsewhere has charged the budget already.
+        # For an error response, ``head`` has charged the budget already.
         retry = cause.startswith("status_") or self._may_retry()
         if not retry:
             self._give_up(outcome)
             return
-        assert target is not None
-        f.telemetry.retried(target.index, cause)
-        response_headers.log_retry(self.id, target, why)
+        assert backend is not None
+        context.events.retried(backend.index, cause)
+        response_headers.log_retry(self.id, backend, why)
         self._close_attempt(outcome)
-        self._tried.append(target)
+        self._tried.append(backend)
         self.stage = WAITING
         self._relay = None
         if not self.admitted():
             self._wait()
-        f.room()
+        context.admit_waiting()
 
     def _give_up(self, outcome: str = "backend_failed") -> None:
         status = 504 if self._timed_out else 502
-        where = self._target.label if self._target is not None else ""
+        where = self._backend.label if self._backend is not None else ""
         if not where and self._tried:
             where = self._tried[-1].label
         self._reply(status, f"replica {where} failed: {self._failure}", outcome)
 
     def _break_off(self, why: str, outcome: str) -> None:
-        """The answer has begun and cannot be completed: say so in a stream, else cut it off."""
-        client, relay, target = self._request.client, self._relay, self._target
+        """End a response that cannot be completed: an error event in a stream, else a cut."""
+        client, relay, backend = self._request.client, self._relay, self._backend
         assert relay is not None
-        assert target is not None
-        message = f"replica {target.label} failed while it was answering: {why}"
+        assert backend is not None
+        message = f"replica {backend.label} failed while it was answering: {why}"
         event = relay.error_event(message, outcome)
         self._finish(outcome, relay.status)
         if event is None:
@@ -364,51 +391,53 @@ class Exchange:
             client.end(keep=relay.keep)
 
     def _reply(self, status: int, why: str, outcome: str, extra: bytes = b"") -> None:
-        """Answer the client ourselves."""
+        """Respond to the client with an error of the router."""
         request = self._request
         extra += b"x-request-id: %b\r\n" % self.id
         self._finish(outcome, status)
         request.client.respond(request.head, status, error_body(status, why, outcome), extra=extra)
 
-    # Accounts.
+    # Accounting.
 
     def _close_attempt(self, outcome: str) -> None:
         """This attempt is over."""
         attempt, self.attempt = self.attempt, None
         if attempt is not None:
             attempt.close(outcome)
-            self._f.decision_log.write(attempt, outcome)
-        target, self._target = self._target, None
-        if target is not None:
-            target.end()
+            self._context.decision_log.write(attempt, outcome)
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            backend.end()
 
     def _finish(self, outcome: str, status: int) -> None:
         """The request is over."""
         if self.stage == OVER:
             return
         self.stage = OVER
-        f = self._f
-        f.active.discard(self)
-        attempt, target = self.attempt, self._target
+        context = self._context
+        context.active.discard(self)
+        attempt, backend = self.attempt, self._backend
         self._close_attempt(outcome)
-        f.telemetry.request_done(attempt, status, outcome, self._kind)
+        context.events.request_done(attempt, status, outcome, self._kind)
         if outcome == "done" and attempt is not None and attempt.reported_prompt is None:
-            self._ask_length(attempt, target)
+            self._probe_length(attempt, backend)
         failed = outcome not in ("done", "client_gone", "rejected")
-        if f.settings.log.requests or (failed and status != 429 and status >= 500):
+        if context.settings.log.requests or (failed and status != 429 and status >= 500):
             response_headers.log(
-                self.id, self._kind, status, outcome, target, self._attempts, self._failure
+                self.id, self._kind, status, outcome, backend, self._attempts, self._failure
             )
-        if len(f.queue):
-            f.room()
+        if len(context.queue):
+            context.admit_waiting()
 
-    def _ask_length(self, attempt: "Attempt", target: Target | None) -> None:
-        """Nobody has said how long the prompt was: the server may be asked, now that it is over."""
-        f, arrival = self._f, attempt.arrival
+    def _probe_length(self, attempt: Attempt, backend: Backend | None) -> None:
+        """The response did not report the prompt's length: perhaps ask ``/tokenize`` for it."""
+        context, arrival = self._context, attempt.arrival
         asked = arrival.asked
-        if target is not None and not asked.has_media:
-            f.asker.offer(target, self._kind, asked.model, self._request.body, arrival.size, f.now)
+        if backend is not None and not asked.has_media:
+            context.tokenize_probe.offer(
+                backend, self._kind, asked.model, self._request.body, arrival.size, context.now
+            )
 
     def _extra_headers(self) -> bytes:
-        explain = self._f.settings.explain
-        return response_headers.headers(self.id, self._target, self.decision, explained=explain)
+        explain = self._context.settings.explain
+        return response_headers.headers(self.id, self._backend, self.decision, explained=explain)

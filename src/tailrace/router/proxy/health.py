@@ -1,18 +1,18 @@
-"""Which replicas may get requests, and how many: circuit breaker, probes, drain, slow start.
+"""Which backends may get requests, and how many: circuit breaker, probes, drain, slow start.
 
-A breaker is closed (all is well), open (no requests) or half open (a few on trial). It opens after
+A breaker is closed (normal), open (no requests) or half open (a few trial requests). It opens after
 some failures in a row, or when the share of failures in a window is too large. While it is open the
-router asks the server's health path, and only a good answer lets real requests try. An answer of
-4xx is the client's doing and counts as good.
+router probes the server's health path, and only a good response admits trial requests. A response
+of 4xx is the client's fault and counts as good.
 """
 
 import math
 from collections import deque
 from collections.abc import Callable
 
+from tailrace.router.observe.snapshot import CLOSED, HALF_OPEN, OPEN
 from tailrace.router.settings import HealthSettings
 
-CLOSED, OPEN, HALF_OPEN = "closed", "open", "half_open"
 #: No limit, as a number of requests.
 NO_LIMIT = 1 << 30
 #: The longest that a broken replica is left alone, as a multiple of ``open_s``.
@@ -28,13 +28,14 @@ class Breaker:
         self.reason = ""
         """Why it is not closed."""
         self.died = False
-        """Whether it opened because nobody listens there: what the server held is lost."""
+        """Whether it opened because the server does not listen: its KV cache is lost."""
         self.opened = 0
         """How often it has opened."""
         self.open_until = 0.0
         self.closed_at = -math.inf
         """When it last closed after having been open; before all times: never."""
-        self._in_a_row = 0
+        self.failures = 0
+        """Failures of requests in a row."""
         self._probes_in_a_row = 0  # apart: a server may answer probes and nothing else
         self._trials = 0
         self._backoff = 1
@@ -42,7 +43,7 @@ class Breaker:
 
     def success(self, now: float) -> None:
         """A request, or a probe, was answered."""
-        self._in_a_row = 0
+        self.failures = 0
         if self.state == CLOSED:
             window = self._window
             if window and window[-1][0] == int(now):
@@ -60,16 +61,14 @@ class Breaker:
         ``may_open``: whether this is enough to take the replica out; an error answer is not when
         most replicas give them, because then the requests are to blame.
         """
-        self._in_a_row += 1
+        self.failures += 1
         if self.state == HALF_OPEN:
             if may_open:
                 self._backoff = min(2 * self._backoff, MAX_BACKOFF)
                 self._open(now, why, died)
         elif self.state == CLOSED:
             self._count(now, failed=True)
-            if may_open and (
-                self._in_a_row >= self.settings.failures or self._share_too_large(now)
-            ):
+            if may_open and (self.failures >= self.settings.failures or self._share_too_large(now)):
                 self._open(now, why, died)
 
     def probed(self, now: float, good: bool, why: str, *, died: bool = False) -> None:
@@ -101,7 +100,7 @@ class Breaker:
         self.reason = ""
         self.closed_at = now
         self._backoff = 1
-        self._in_a_row = 0
+        self.failures = 0
         self._window.clear()
 
     def _count(self, now: float, *, failed: bool) -> None:
@@ -125,7 +124,7 @@ class Breaker:
 
 
 class Health:
-    """Breaker, drain and slow start of one replica, as one answer: how many requests it may have.
+    """Breaker, drain and slow start of one replica, combined: how many requests it may have.
 
     ``changed`` is called whenever that may be another number.
     """

@@ -7,52 +7,51 @@ import orjson
 
 from tailrace.net.client import FetchError, Response
 from tailrace.net.server import HttpRequest, error_body
-from tailrace.router.proxy.backends import Target
+from tailrace.router.proxy.backends import Backend
 
-PATH = b"/v1/models"
 TIMEOUT_S = 5.0
 
 
-class ModelsAnswer:
-    """Asks all backends and answers with the union; a request under way for its connection."""
+class ModelsRequest:
+    """Asks all backends and responds with the union; the work in progress of a connection."""
 
-    def __init__(self, request: HttpRequest, targets: list[Target]) -> None:
+    def __init__(self, request: HttpRequest, backends: list[Backend]) -> None:
         self._request = request
-        self._task = asyncio.get_running_loop().create_task(self._run(targets))
+        self._task = asyncio.get_running_loop().create_task(self._run(backends))
 
-    async def _run(self, targets: list[Target]) -> None:
+    async def _run(self, backends: list[Backend]) -> None:
         request = self._request
         key = request.head.lower.get(b"authorization")
         headers = {"authorization": key.decode("latin-1")} if key is not None else {}
         path = request.head.target.decode("latin-1")
-        asked = (t.pool.fetch("GET", path, headers, timeout_s=TIMEOUT_S) for t in targets)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        status, body = merged([a for a in answers if isinstance(a, Response)])
-        for error in answers:
+        fetches = (b.pool.fetch("GET", path, headers, timeout_s=TIMEOUT_S) for b in backends)
+        responses = await asyncio.gather(*fetches, return_exceptions=True)
+        status, body = union([r for r in responses if isinstance(r, Response)])
+        for error in responses:
             if isinstance(error, BaseException) and not isinstance(error, FetchError):
                 raise error
         request.client.respond(request.head, status, body)
 
     def client_gone(self) -> None:
-        """Ask no further."""
+        """Cancel."""
         self._task.cancel()
 
     def client_slow(self) -> None:
-        """Nothing to stop: the answer is one piece."""
+        """Nothing to stop: the response is one piece."""
 
     def client_ready(self) -> None:
-        """Nothing to go on with."""
+        """Nothing to resume."""
 
 
-def merged(answers: list[Response]) -> tuple[int, bytes]:
-    """Return status and body for the answers of several backends; each model stands there once."""
+def union(responses: list[Response]) -> tuple[int, bytes]:
+    """Return status and body for the responses of several backends; each model is listed once."""
     models: dict[str, Any] = {}
     good = False
-    for answer in answers:
-        if answer.status != 200:
+    for response in responses:
+        if response.status != 200:
             continue
         try:
-            listed = orjson.loads(answer.body)["data"]
+            listed = orjson.loads(response.body)["data"]
             found = {str(model["id"]): model for model in listed}
         except (orjson.JSONDecodeError, KeyError, TypeError):
             continue
@@ -60,7 +59,7 @@ def merged(answers: list[Response]) -> tuple[int, bytes]:
         models = found | models
     if good:
         return 200, orjson.dumps({"object": "list", "data": list(models.values())})
-    refused = [a for a in answers if 400 <= a.status < 500]
+    refused = [r for r in responses if 400 <= r.status < 500]
     if refused:
         return refused[0].status, refused[0].body
     return 503, error_body(503, "no replica answered")

@@ -1,4 +1,4 @@
-"""Passes one answer on to a client, byte for byte, and can end it with an error if it breaks."""
+"""Passes a response on to a client, byte for byte, and can end it with an error if it breaks."""
 
 from tailrace.net.framing import LAST_CHUNK, BodyReader, ChunkedReader, chunk
 from tailrace.net.heads import RequestHead, ResponseHead, client_head
@@ -20,36 +20,36 @@ _NO_SCANNER = NoScanner()
 
 
 class Relay:
-    """One answer on its way to the client.
+    """One response in transit to the client.
 
-    The head of a stream waits for the first event: until then another replica can still take over,
-    and a server sends it long before the first token. For the same reason a chunk of a stream that
-    is not complete is held back: an error can only be put behind a whole one.
+    The head of a stream waits for the first event: until then another backend can still take over,
+    and a server sends the head long before the first token. An incomplete chunk of a stream is held
+    back too: an error event can only follow a complete one.
     """
 
     __slots__ = ("_end", "_head", "_held", "_measured", "_mid_chunk", "_mode", "_scanner", "keep",
                  "sse", "started", "status")  # fmt: skip
 
     def __init__(
-        self, answer: ResponseHead, request: RequestHead, kind: str, keep: bool, extra: bytes
+        self, response: ResponseHead, request: RequestHead, kind: str, keep: bool, extra: bytes
     ) -> None:
-        """``kind``: of the request, "other" brings no tokens; ``extra``: more header lines."""
-        self.status = answer.status
+        """``kind``: of the request, "other" has no tokens; ``extra``: more header lines."""
+        self.status = response.status
         self.started = False
         """Whether a byte was passed on."""
-        framing = answer.framing.kind
-        self._measured = framing not in ("chunked", "close")  # its length was told in advance
+        framing = response.framing.kind
+        self._measured = framing not in ("chunked", "close")  # its length is known in advance
         self._mode = _RAW
         if not self._measured:
             self._mode = _DECODED if request.http10 else _RAW if framing == "chunked" else _CHUNKS
         self.keep = keep and self._mode != _DECODED
         """Whether the client's connection can be used again."""
-        self.sse = answer.status == 200 and answer.content_type.startswith(b"text/event-stream")
+        self.sse = response.status == 200 and response.content_type.startswith(b"text/event-stream")
         self._scanner: Scanner = _NO_SCANNER
-        if kind != "other" and answer.status < 400:
+        if kind != "other" and response.status < 400:
             self._scanner = StreamScanner(kind) if self.sse else ReplyScanner()
         self._head = client_head(
-            answer,
+            response,
             chunked=not self._measured and not request.http10,
             keep_alive=self.keep,
             http10=request.http10,
@@ -60,26 +60,26 @@ class Relay:
         self._end = b""  # the last bytes that were passed on
 
     @property
-    def said_done(self) -> bool:
-        """Whether the stream has said that it is complete."""
+    def ended(self) -> bool:
+        """Whether the stream has ended with its end mark."""
         return self.sse and self._scanner.done
 
     @property
     def usage(self) -> Usage | None:
-        """The server's own figures, if it has told them."""
+        """The usage that the server reported, if it has."""
         return self._scanner.usage
 
     def piece(
         self, raw: bytes, parts: list[bytes], done: bool, reader: BodyReader | None
     ) -> tuple[bytes, int]:
-        """Take a piece of the body; return what to write now, and how many tokens it brought."""
+        """Take a piece of the body; return what to write now, and its number of tokens."""
         tokens = 0
         for part in parts:
             tokens += self._scanner.feed(part)
         if self._mode == _RAW:
             out = raw
             if self.sse and not done and isinstance(reader, ChunkedReader):
-                out = self._whole_chunks(raw, reader)
+                out = self._complete_chunks(raw, reader)
             elif self._held:
                 out = self._held + raw
                 self._held = b""
@@ -99,25 +99,25 @@ class Relay:
             self._end = out[-5:]
         return out, tokens
 
-    def _whole_chunks(self, raw: bytes, reader: ChunkedReader) -> bytes:
-        """Return the chunks that are complete, and hold the rest back unless it is long."""
+    def _complete_chunks(self, raw: bytes, reader: ChunkedReader) -> bytes:
+        """Return the complete chunks, and hold the rest back unless it is long."""
         data = self._held + raw if self._held else raw
         if reader.between_chunks:
             self._held = b""
             self._mid_chunk = False
             return data
-        whole = reader.border + len(data) - len(raw) if reader.border > 0 else 0
-        if whole:
+        complete = reader.border + len(data) - len(raw) if reader.border > 0 else 0
+        if complete:
             self._mid_chunk = False
-        if self._mid_chunk or len(data) - whole > HOLD_BYTES:
+        if self._mid_chunk or len(data) - complete > HOLD_BYTES:
             self._held = b""
             self._mid_chunk = True
             return data
-        self._held = data[whole:]
-        return data[:whole]
+        self._held = data[complete:]
+        return data[:complete]
 
     def error_event(self, message: str, code: str) -> bytes | None:
-        """Return what ends a broken stream properly; None: it can only be cut off."""
+        """Return the bytes that end a broken stream properly; None: it can only be cut off."""
         if not self.sse or self._mid_chunk or self._measured:
             return None
         sent = self._end if self._mode == _DECODED else self._end.removesuffix(b"\r\n")

@@ -1,15 +1,12 @@
-"""What is told of a request: to its client in headers, and to whoever reads the log."""
+"""Response headers and log lines that explain a routing decision."""
 
 import logging
-from typing import TYPE_CHECKING
 
-from tailrace.router.proxy.backends import Target
-
-if TYPE_CHECKING:
-    from tailrace.router.decide.chooser import Decision
+from tailrace.router.decide.chooser import Decision
+from tailrace.router.proxy.backends import Backend
 
 _CONTROL = bytes(range(32)) + b"\x7f"
-#: Texts as values of headers. Most reasons come again and again.
+#: Texts as header values, cached: most reasons recur.
 _VALUES: dict[str, bytes] = {}
 _MOST_VALUES = 4096
 _GOOD = frozenset(("done", "client_gone", "rejected"))
@@ -18,21 +15,21 @@ _log = logging.getLogger("tailrace.router")
 
 
 def headers(
-    request_id: bytes, target: Target | None, decision: "Decision | None", *, explained: bool
+    request_id: bytes, backend: Backend | None, decision: Decision | None, *, explained: bool
 ) -> bytes:
-    """Return header lines with the request's id, and if wanted where it went and why."""
-    if not explained or target is None:
+    """Return header lines: the request's id and, if ``explained``, its backend and the reason."""
+    if not explained or backend is None:
         return b"x-request-id: %b\r\n" % request_id
     if decision is None:
         return b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n" % (
-            request_id, target.label_bytes,
+            request_id, backend.label_bytes,
         )  # fmt: skip
     return (
         b"x-request-id: %b\r\nx-tailrace-replica: %b\r\n"
         b"x-tailrace-policy: %b\r\nx-tailrace-reason: %b\r\n"
     ) % (
         request_id,
-        target.label_bytes,
+        backend.label_bytes,
         _VALUES.get(decision.policy) or _header_value(decision.policy),
         _VALUES.get(decision.reason) or _header_value(decision.reason),
     )
@@ -48,7 +45,7 @@ def _header_value(text: str) -> bytes:
 
 
 def log(
-    request_id: bytes, kind: str, status: int, outcome: str, target: Target | None, attempts: int,
+    request_id: bytes, kind: str, status: int, outcome: str, backend: Backend | None, attempts: int,
     failure: str,
 ) -> None:  # fmt: skip
     """Log the end of a request."""
@@ -57,15 +54,15 @@ def log(
         "request %s", outcome,
         extra={
             "request": request_id.decode(), "kind": kind, "status": status,
-            "replica": target.label if target is not None else None,
+            "replica": backend.label if backend is not None else None,
             "attempts": attempts, "why": failure or None,
         },
     )  # fmt: skip
 
 
-def log_retry(request_id: bytes, target: Target, why: str) -> None:
-    """Log that another replica is tried, because of this one."""
+def log_retry(request_id: bytes, backend: Backend, why: str) -> None:
+    """Log that another backend is tried because of this one."""
     _log.info(
         "request is tried again",
-        extra={"request": request_id.decode(), "replica": target.label, "why": why},
+        extra={"request": request_id.decode(), "replica": backend.label, "why": why},
     )

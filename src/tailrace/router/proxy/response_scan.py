@@ -1,18 +1,18 @@
-"""Reads along while an answer passes by: counts tokens, sees the end, finds the server's figures.
+"""Scans a response in transit: counts its tokens, sees its end, finds the usage it reports.
 
-Nothing is parsed but the small object of figures; nothing is kept but the line that is not complete
-yet, or the last bytes of an answer in one piece.
+Only the small ``usage`` object is parsed. Only an incomplete line is kept, or the last bytes of a
+response that does not stream.
 """
 
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-#: Kept of an answer that does not stream: its figures stand at its end, in bytes.
+#: Kept of a response that does not stream, in bytes: its usage is at its end.
 TAIL_BYTES = 8192
-#: Longest line of a stream that is looked at, in bytes; a longer one is counted, not read.
+#: Longest line of a stream that is read, in bytes; a longer one is only counted.
 MAX_LINE_BYTES = 262_144
-#: Objects that figures may hold (details of prompt and output).
+#: Objects that a usage object may contain (details of prompt and output).
 MAX_INNER_OBJECTS = 8
 _USAGE = b'"usage"'
 _USAGE_OPEN = b'"usage":{'
@@ -20,7 +20,7 @@ _USAGE_OPEN_BYTES = len(_USAGE_OPEN)
 
 
 class Usage(NamedTuple):
-    """The server's own figures; None: not told."""
+    """Numbers of tokens as the server reports them; None: not reported."""
 
     prompt_tokens: int | None
     output_tokens: int | None
@@ -28,29 +28,29 @@ class Usage(NamedTuple):
 
 
 class Scanner(Protocol):
-    """Reads an answer part by part."""
+    """Reads a response part by part."""
 
     @property
     def usage(self) -> Usage | None:
-        """The last figures seen."""
+        """The last usage seen."""
 
     done: bool
-    """Whether the answer said that it is complete."""
+    """Whether the end mark has come."""
 
     def feed(self, part: bytes) -> int:
-        """Read a decoded part of the body; return how many tokens it brought."""
+        """Read a decoded part of the body; return its number of tokens."""
 
 
 class StreamScanner:
     """Counts tokens of a stream of server-sent events.
 
-    An event counts as one token, which is right as long as the server keeps up: vLLM puts what has
-    piled up meanwhile into one event, so under load there are more. As soon as the server's figures
-    come, with the last event or (``continuous_usage_stats``) with each, they count instead. A
-    stream without figures is therefore thought no longer than the number of its events.
+    An event counts as one token, which is right as long as the server keeps up: under load vLLM
+    puts several tokens into one event. As soon as the stream reports usage, with the last event or
+    (``continuous_usage_stats``) with each, that counts instead. A stream without usage is therefore
+    taken to be as long as its number of events.
 
-    What brings no token: the end mark, the role that opens a chat answer, figures without a choice,
-    and in the responses API everything but deltas.
+    Events without a token: the end mark, the role that opens a chat response, usage without a
+    choice, and in the responses API everything but deltas.
     """
 
     __slots__ = ("_counted", "_responses", "_seen", "_tail", "done", "usage")
@@ -64,7 +64,7 @@ class StreamScanner:
         self._counted = 0
 
     def feed(self, part: bytes) -> int:
-        """Read a decoded part of the body; return how many tokens it brought."""
+        """Read a decoded part of the body; return its number of tokens."""
         tokens = self._feed(part)
         usage = self.usage
         if usage is not None and usage.output_tokens is not None:
@@ -94,7 +94,7 @@ class StreamScanner:
             events -= 1
         if not self._seen and events:
             self._seen = True
-            # The role comes alone, before the first token, in the first event of a chat answer.
+            # The role comes alone, before the first token, in the first event of a chat response.
             line = part[part.find(b"data:") :].split(b"\n", 1)[0]
             if b'"role"' in line and (b'"content":""' in line or b'"content":null' in line):
                 events -= 1
@@ -117,21 +117,21 @@ class StreamScanner:
         return deltas
 
     def _keep(self, rest: bytes) -> None:
-        """Keep a line that is not complete; of one that is too long only the start."""
+        """Keep an incomplete line; of one that is too long only the start."""
         if len(rest) > MAX_LINE_BYTES:
             rest = rest[:16]
         self._tail = rest
 
 
 def _has_end(part: bytes) -> bool:
-    """Whether a line says that the stream is complete, and not a text that talks of it."""
+    """Whether a line is the end mark, rather than a text that contains it."""
     return part.startswith(b"data: [DONE]") or any(
         mark in part for mark in (b"\ndata: [DONE]", b"\ndata:[DONE]")
     )
 
 
 class ReplyScanner:
-    """Finds the figures in a reply that comes in one piece."""
+    """Finds the usage in a response that does not stream."""
 
     __slots__ = ("_tail", "done")
 
@@ -140,35 +140,35 @@ class ReplyScanner:
         self._tail = b""
 
     def feed(self, part: bytes) -> int:
-        """Keep the end of the reply; tokens are not seen one by one here."""
+        """Keep the end of the response; its tokens are not counted one by one."""
         tail = self._tail + part if self._tail else part
         self._tail = tail[-TAIL_BYTES:] if len(tail) > TAIL_BYTES else tail
         return 0
 
     @property
     def usage(self) -> Usage | None:
-        """The figures, once the reply is complete."""
+        """The usage, once the response is complete."""
         return find_usage(self._tail)
 
 
 class NoScanner:
-    """For answers that bring no tokens."""
+    """For responses without tokens."""
 
     __slots__ = ()
     usage: Usage | None = None
     done = False
 
     def feed(self, part: bytes) -> int:
-        """Look away."""
+        """Ignore it."""
         del part
         return 0
 
 
 def find_usage(text: bytes) -> Usage | None:
-    """Return the last object under the key ``usage`` as figures; None: there is none.
+    """Return the last object under the key ``usage``; None: there is none.
 
-    The quotes of a key cannot occur inside a JSON string without a backslash, so text that talks
-    of usage is not taken for it.
+    The quotes of a key cannot occur inside a JSON string without a backslash, so text that
+    contains the word is not taken for it.
     """
     at = text.rfind(_USAGE)
     if at < 0:
@@ -179,7 +179,7 @@ def find_usage(text: bytes) -> Usage | None:
         end = text.find(b"}", start) + 1
         if end and text.find(b"{", start, end) < 0:
             try:
-                return _figures(orjson.loads(text[start - 1 : end]))
+                return _usage(orjson.loads(text[start - 1 : end]))
             except orjson.JSONDecodeError:
                 pass
     while at >= 0:
@@ -189,7 +189,7 @@ def find_usage(text: bytes) -> Usage | None:
         if text[start : start + 1] == b"{":
             found = _object(text, start)
             if found is not None:
-                return _figures(found)
+                return _usage(found)
         at = text.rfind(_USAGE, 0, at)
     return None
 
@@ -211,7 +211,7 @@ def _object(text: bytes, start: int) -> dict[str, Any] | None:
     return None
 
 
-def _figures(found: dict[str, Any]) -> Usage:
+def _usage(found: dict[str, Any]) -> Usage:
     get = found.get
     prompt, output = get("prompt_tokens"), get("completion_tokens")
     details = get("prompt_tokens_details") or get("input_tokens_details")

@@ -1,46 +1,41 @@
-"""Asks servers how long a prompt was in tokens (``/tokenize``), beside the traffic.
+"""Learns bytes per token from a server's ``/tokenize``, off the request path.
 
-Most answers bring the server's own figure (``usage``), from which bytes per token are learned for
-nothing. Streams bring it only if the client asks for it. Then, now and then, the prompt of a
-request that is over is put to the server that had it: no request ever waits for that.
+Most responses report the prompt's length (``usage``), from which bytes per token are learned for
+free. Streams report it only if the client asks for it. Otherwise, now and then, the prompt of a
+request that is over is sent to the server that had it. No request ever waits for that.
 """
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from tailrace.net.client import FetchError
 from tailrace.router.intake.tokens import TOKENIZE, TokenCounter, TokenSettings, ask_server
+from tailrace.router.proxy.backends import Backend
 
-if TYPE_CHECKING:
-    from tailrace.router.proxy.backends import Target
-
-#: Longer prompts are not asked about, in bytes: the answer holds every token's number.
+#: Longest prompt that is sent, in bytes: the response holds the id of every token.
 MOST_BYTES = 65_536
-#: A server that does not answer is left alone for so long, s.
+#: How long a server that failed is not asked again, s.
 REST_S = 600.0
 TIMEOUT_S = 5.0
 _KINDS = frozenset(("chat", "completion", "embedding"))
 _MOST_MODELS = 1024
 
 
-class Asker:
-    """Puts prompts to servers, seldom."""
+class TokenizeProbe:
+    """Sends a finished request's prompt to ``/tokenize``, at most once per model and interval."""
 
     def __init__(self, counter: TokenCounter, settings: TokenSettings) -> None:
         self.settings = settings
-        self.asked = 0
-        """Questions that were answered."""
         self.failed = 0
-        """Questions that were not."""
+        """Probes that failed."""
         self._counter = counter
-        self._due: dict[str, float] = {}  # by model: when one may be asked about again
-        self._resting: dict[str, float] = {}  # by address of a server
+        self._due: dict[str, float] = {}  # by model: time of the next probe, s
+        self._resting: dict[str, float] = {}  # by URL of a server: not before this time, s
         self._tasks: set[asyncio.Task[None]] = set()
 
     def offer(
-        self, target: "Target", kind: str, model: str, body: bytes, size: int, now: float
+        self, backend: Backend, kind: str, model: str, body: bytes, size: int, now: float
     ) -> None:
-        """A request is over whose length the server has not told; perhaps ask about it.
+        """Perhaps probe the prompt of a finished request whose length was not reported.
 
         ``size``: bytes of the prompt's text.
         """
@@ -49,36 +44,40 @@ class Asker:
             or self._due.get(model, 0.0) > now
             or kind not in _KINDS
             or not 0 < size <= MOST_BYTES
-            or self._resting.get(target.backend.url, 0.0) > now
+            or self._resting.get(backend.settings.url, 0.0) > now
         ):
             return
         if len(self._due) >= _MOST_MODELS:  # names come from clients
             self._due.clear()
         self._due[model] = now + self.settings.every_s
-        work = self._ask(target, kind, model, body, size, now)
+        work = self._ask(backend, kind, model, body, size, now)
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _ask(
-        self, target: "Target", kind: str, model: str, body: bytes, size: int, now: float
+        self, backend: Backend, kind: str, model: str, body: bytes, size: int, now: float
     ) -> None:
-        async def post(path: str, question: bytes) -> bytes:
+        async def post(path: str, prompt: bytes) -> bytes:
             headers = {"content-type": "application/json"}
-            answer = await target.pool.fetch("POST", path, headers, question, TIMEOUT_S)
-            if answer.status != 200:
-                raise FetchError(f"answers {path} with {answer.status}")
-            return answer.body
+            response = await backend.pool.fetch("POST", path, headers, prompt, TIMEOUT_S)
+            if response.status != 200:
+                raise FetchError(f"answers {path} with {response.status}")
+            return response.body
 
         count = await ask_server(post, kind, body)
         if count is None:
             self.failed += 1
-            self._resting[target.backend.url] = now + REST_S
+            self._resting[backend.settings.url] = now + REST_S
             return
-        self.asked += 1
         self._counter.learn(model, size, count, TOKENIZE)
 
+    @property
+    def pending(self) -> int:
+        """Probes in progress."""
+        return len(self._tasks)
+
     def close(self) -> None:
-        """Ask no more."""
+        """Cancel what is in progress."""
         for task in tuple(self._tasks):
             task.cancel()

@@ -1,47 +1,43 @@
-"""What several workers say of themselves, as one answer."""
+"""Merges the admin responses of several workers into one."""
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import orjson
 
 from tailrace.net.server import error_body
+from tailrace.router.admin import JSON
+from tailrace.router.observe import prometheus
 from tailrace.router.observe.rolling_window import percentiles
-from tailrace.router.workers.peer_workers import Told
+from tailrace.router.observe.telemetry import SHOWN_DECISIONS
+from tailrace.router.workers.peer_workers import WorkerResponse
 
-JSON = b"application/json"
-TEXT = b"text/plain; version=0.0.4; charset=utf-8"
-SHOWN_DECISIONS = 50
 #: States of a replica, the worst first: one worker's trouble with it is worth seeing.
 _STATES = ("open", "half_open", "draining", "removed", "closed")
 _SAMPLE = re.compile(r"^([a-zA-Z_:][a-zA-Z0-9_:]*)(\{.*\})? (.*)$")
 
-Merged = tuple[int, bytes, bytes]
 
-
-def answers(path: str, told: list[Told]) -> Merged:
+def merge(path: str, responses: list[WorkerResponse]) -> tuple[int, bytes, bytes]:
     """Return status, content type and body of an admin request that all workers have answered."""
-    if not told:
+    if not responses:
         return 503, JSON, error_body(503, "no worker has answered")
-    for one in told:
-        if one.status != 200:
-            return one.status, JSON, one.body
+    for response in responses:
+        if response.status != 200:
+            return response.status, JSON, response.body
     if path == "/metrics":
-        return 200, TEXT, metrics([(t.worker, t.body.decode()) for t in told])
-    values = [(t.worker, orjson.loads(t.body)) for t in told]
-    if path == "/status":
-        return 200, JSON, orjson.dumps(status(values))
-    if path == "/status/history":
-        return 200, JSON, orjson.dumps(history([value for _, value in values]))
-    if path == "/backends":
-        return 200, JSON, orjson.dumps(backends([value for _, value in values]))
-    return 200, JSON, told[0].body  # the same change was made everywhere
+        texts = [(r.worker, r.body.decode()) for r in responses]
+        return 200, prometheus.CONTENT_TYPE, metrics(texts)
+    if path in MERGED:
+        values = [(r.worker, orjson.loads(r.body)) for r in responses]
+        return 200, JSON, orjson.dumps(MERGED[path](values))
+    return 200, JSON, responses[0].body  # the same change was made everywhere
 
 
 def metrics(texts: list[tuple[int, str]]) -> bytes:
-    """Put the metrics of all workers together, each sample with the label ``worker``."""
+    """Merge the metrics of all workers; each sample gets the label ``worker``."""
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
     for worker, text in texts:
@@ -66,7 +62,7 @@ def metrics(texts: list[tuple[int, str]]) -> bytes:
 
 
 def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
-    """Put /status of all workers together; ``workers`` says what each of them has."""
+    """Merge ``/status``; ``workers`` lists what each of them has."""
     parts = [value for _, value in values]
     first = parts[0]
     decided = sum(p["decisions"]["total"] for p in parts)
@@ -119,7 +115,7 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _tokens(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Put together how lengths were known; bytes per token are the mean over all figures."""
+    """Merge how lengths were known; bytes per token are the mean over all known lengths."""
     weights = [sum(p["figures"].values()) for p in parts]
     total = sum(weights)
     mean = sum(w * p["bytes_per_token"] for w, p in zip(weights, parts, strict=True))
@@ -137,7 +133,7 @@ def _tokens(parts: list[dict[str, Any]]) -> dict[str, Any]:
 def _shares(
     parts: list[dict[str, Any]], key: str, count: str, share: str, total: int | None
 ) -> dict[str, Any] | None:
-    """Add up what the canary or the shadow has done."""
+    """Add up the decisions of the canary or the shadow."""
     found = [p[key] for p in parts if p[key] is not None]
     if not found:
         return None
@@ -153,7 +149,7 @@ def _shares(
 
 
 def _replicas(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Put the replicas together; those that some workers have not heard of yet come last."""
+    """Merge the replicas; those that some workers do not know yet come last."""
     made: dict[str, list[tuple[float, dict[str, Any]]]] = {}
     for part in parts:
         for replica in part["replicas"]:
@@ -189,8 +185,9 @@ def _recent(parts: list[dict[str, Any]], decided: int) -> list[dict[str, Any]]:
     ]
 
 
-def history(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Add up the queues of all workers slot by slot; all go by the same clock."""
+def history(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    """Add up the queues of all workers slot by slot; all have the same clock."""
+    parts = [value for _, value in values]
     slots: dict[int, dict[str, Any]] = {}
     for part in parts:
         for k, number in enumerate(part["slots"]):
@@ -216,10 +213,10 @@ def _added(a: list[int], b: list[int]) -> list[int]:
     return [x + y for x, y in zip(longer, shorter + [0] * len(longer), strict=False)]
 
 
-def backends(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Put /backends together."""
+def backends(values: list[tuple[int, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """Merge ``/backends``."""
     made: dict[str, list[dict[str, Any]]] = {}
-    for part in parts:
+    for _, part in values:
         for entry in part:
             made.setdefault(entry["url"], []).append(entry)
     summed = ("in_flight", "ledger_in_flight", "connections")
@@ -232,3 +229,11 @@ def backends(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
         }
         for seen in made.values()
     ]
+
+
+#: How JSON is merged, by path; each function is given (worker, value) of every worker.
+MERGED: dict[str, Callable[[list[tuple[int, Any]]], Any]] = {
+    "/status": status,
+    "/status/history": history,
+    "/backends": backends,
+}

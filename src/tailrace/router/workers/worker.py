@@ -1,8 +1,8 @@
 """One of several router processes, and how they are started: ``tailrace serve --processes N``.
 
-Each worker is a whole router with connections, health checks and a decision log file of its own;
-the system spreads clients' connections over them. What is limited per replica or for the router as
-a whole is divided among them.
+Each worker is a complete router with connections, health checks and a decision log file of its own;
+the system spreads clients' connections over them. Limits per replica and for the router as a whole
+are divided among them.
 """
 
 import asyncio
@@ -10,20 +10,23 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import uvloop
 
 from tailrace.errors import TailraceError
-from tailrace.net.server import ClientConnection
-from tailrace.router.admin import Admin
-from tailrace.router.app import Router, create
+from tailrace.net.server import ClientConnection, HttpRequest, Work
+from tailrace.router.admin import Admin, json
+from tailrace.router.app import Router
 from tailrace.router.decide.chooser import Chooser
+from tailrace.router.observe import status
 from tailrace.router.observe.decision_log import load_salt
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
-from tailrace.router.workers.peer_workers import Siblings
+from tailrace.router.workers import aggregate
+from tailrace.router.workers.peer_workers import PeerRequest, PeerWorkers
 from tailrace.router.workers.supervisor import Lines, Supervisor, reserve
 
 Load = Callable[[], ServeSettings]
@@ -58,10 +61,10 @@ def serve_several(
         def work(number: int, lines: Lines) -> int:
             again = None if load is None else lambda: part_of(load(), number, count)
             part, worker_view = part_of(settings, number, count), shared.of(number)
-            router = create(part, load=again, salt=salt, worker_view=worker_view)
-            siblings = Siblings(Path(folder), number, count)
+            router = Router(part, load=again, salt=salt, worker_view=worker_view)
+            peers = PeerWorkers(Path(folder), number, count)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_serve(router, siblings, lines, failing))
+                return runner.run(_serve(router, peers, lines, failing))
 
         supervisor = Supervisor(count, work, drain_s=settings.drain_s, lost=shared.clear)
         try:
@@ -98,7 +101,7 @@ def part_of(settings: ServeSettings, number: int, count: int) -> ServeSettings:
     )
 
 
-async def _serve(router: Router, siblings: Siblings, lines: Lines, failing: Warn) -> int:
+async def _serve(router: Router, peers: PeerWorkers, lines: Lines, failing: Warn) -> int:
     loop = asyncio.get_running_loop()
 
     def orphaned() -> None:
@@ -107,23 +110,31 @@ async def _serve(router: Router, siblings: Siblings, lines: Lines, failing: Warn
 
     try:
         loop.add_reader(lines.parent, orphaned)
-        for target, why in await router.probe():
-            if siblings.number == 0:  # they would all say the same
-                failing(target.backend.url, why)
-        await listen_for_siblings(router, siblings)
+        for backend, why in await router.probe():
+            if peers.number == 0:  # they would all say the same
+                failing(backend.settings.url, why)
+        await join_peers(router, peers)
         return await router.run(lines.say_ready)
     finally:
         await router.stop()
 
 
-async def listen_for_siblings(router: Router, siblings: Siblings) -> None:
-    """Answer what other workers ask, and let this one answer for all of them."""
-    if siblings.number >= siblings.count:
-        raise TailraceError(f"there is no worker {siblings.number} of {siblings.count}")
-    private = Admin(router, None)
-    private.pages |= router.admin.pages | router.admin.parts
-    path = siblings.own_path
+async def join_peers(router: Router, peers: PeerWorkers) -> None:
+    """Serve the admin requests of other workers, and let this one answer for all of them."""
+    if peers.number >= peers.count:
+        raise TailraceError(f"there is no worker {peers.number} of {peers.count}")
+    own_status = {
+        ("GET", "/status"): lambda: json(
+            status.describe_worker(router.telemetry, router.snapshot())
+        )
+    }
+    private = Admin({**router.admin.routes, **own_status}, None)
+    path = peers.own_path
     Path(path).unlink(missing_ok=True)  # of a worker that has died
     loop = asyncio.get_running_loop()
     router.also(await loop.create_unix_server(lambda: ClientConnection(private), path))
-    router.admin.siblings = siblings
+
+    def ask_workers(request: HttpRequest, asked: str) -> Work:
+        return PeerRequest(request, peers, asked, partial(aggregate.merge, asked))
+
+    router.admin.ask_workers = ask_workers

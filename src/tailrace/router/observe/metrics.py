@@ -1,0 +1,95 @@
+"""Counters and histograms that events are added to: plain numbers, for the event loop's one thread.
+
+The Prometheus library's own lock, and its histograms walk through their bounds. Five histograms
+per request cost 1.0 us of CPU here and 7.5 us there, of about 104 us for a whole request (1 KB
+body, docs/router-speed.md).
+"""
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+Labels = tuple[str, ...]
+_BY_REPLICA: Labels = ("replica",)
+
+
+class CounterFamily(Counter[Any]):
+    """A counter: numbers by the values of its labels; ``family[values] += 1`` counts.
+
+    The key is a tuple of values, or the value itself if there is one label. A replica is given by
+    its number, a status as a number.
+    """
+
+    def __init__(self, name: str, text: str, labels: Labels = ()) -> None:
+        super().__init__()
+        self.name = name
+        self.text = text
+        self.labels = labels
+        if not labels:
+            self[()] = 0
+
+
+class HistogramFamily:
+    """A histogram of times in s: one row for the whole router, or a row per replica."""
+
+    __slots__ = ("bounds", "by_replica", "counts", "name", "sums", "text")
+
+    def __init__(
+        self, name: str, text: str, bounds: Sequence[float], *, by_replica: bool = False
+    ) -> None:
+        self.name = name
+        self.text = text
+        self.bounds = bounds
+        """Upper bounds of the buckets; one more bucket holds what is above the last."""
+        self.by_replica = by_replica
+        self.counts: list[list[int]] = []
+        """[row][bucket]."""
+        self.sums: list[float] = []
+        """[row], s."""
+        if not by_replica:
+            self.grow(1)
+
+    def observe(self, seconds: float, row: int = 0) -> None:
+        """Count a time."""
+        self.counts[row][bisect_left(self.bounds, seconds)] += 1
+        self.sums[row] += seconds
+
+    def grow(self, rows: int) -> None:
+        """Have at least this many rows."""
+        for _ in range(len(self.counts), rows):
+            self.counts.append([0] * (len(self.bounds) + 1))
+            self.sums.append(0.0)
+
+
+class Metrics:
+    """All counters and histograms of a router, in the order of their declaration."""
+
+    def __init__(self) -> None:
+        self.counters: list[CounterFamily] = []
+        self.histograms: list[HistogramFamily] = []
+        self.replicas = 0
+        """Replicas whose series exist."""
+
+    def counter(self, name: str, text: str, labels: Labels = ()) -> CounterFamily:
+        """Declare a counter; it is exported as ``tailrace_NAME_total``."""
+        self.counters.append(CounterFamily(name, text, labels))
+        return self.counters[-1]
+
+    def histogram(
+        self, name: str, text: str, bounds: Sequence[float], *, by_replica: bool = False
+    ) -> HistogramFamily:
+        """Declare a histogram; it is exported as ``tailrace_NAME_seconds``."""
+        self.histograms.append(HistogramFamily(name, text, bounds, by_replica=by_replica))
+        return self.histograms[-1]
+
+    def add_replicas(self, count: int) -> None:
+        """Begin the series of the first ``count`` replicas at 0."""
+        self.replicas = count
+        for counter in self.counters:
+            if counter.labels == _BY_REPLICA:
+                for replica in range(count):
+                    counter.setdefault(replica, 0)
+        for histogram in self.histograms:
+            if histogram.by_replica:
+                histogram.grow(count)

@@ -1,0 +1,103 @@
+"""The state of a router at one moment, as a value: what ``/status`` and the gauges show.
+
+Counters are not in it: ``telemetry.py`` counts events as they happen. The router builds a snapshot
+when somebody asks, and at the end of every slot of the rolling window.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: States of a circuit breaker.
+BREAKER_STATES = CLOSED, HALF_OPEN, OPEN = ("closed", "half_open", "open")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSnapshot:
+    """One backend. None: not known."""
+
+    index: int
+    """Its number, which never changes."""
+    name: str
+    url: str
+    state: str = CLOSED
+    """closed, half_open or open (its breaker), draining, or removed (by a reload)."""
+    breaker: str = CLOSED
+    available: bool = True
+    """Whether it may get requests."""
+    draining: bool = False
+    removed: bool = False
+    why: str = ""
+    """Why its breaker is not closed."""
+    opened: int = 0
+    """How often its breaker has opened."""
+    warming: bool = False
+    """Whether it gets its share of requests little by little, after having been open."""
+    in_flight: int = 0
+    """Requests the router has sent there and not seen the end of."""
+    ledger_in_flight: int = 0
+    """The same by the records that policies read."""
+    queued: int = 0
+    """Those without a token yet."""
+    limit: int | None = None
+    """Most requests at once, for now; None: no limit."""
+    connections: int = 0
+    """Open connections, idle ones included."""
+    waiting: float | None = None
+    """Requests in the server's queue, by its own metrics."""
+    running: float | None = None
+    """Requests in the server's batch, by its own metrics."""
+    kv_used: float | None = None
+    """Share of the server's KV memory in use, 0..1, by its own metrics."""
+    metrics_age_s: float | None = None
+    """Age of the server's metrics."""
+    scrape_failures: int = 0
+    """Times its metrics could not be read."""
+    cached_tokens: int = 0
+    """Tokens that the prefix index holds for it."""
+    capacity_tokens: int = 0
+    """Size of its KV memory."""
+    speed: float = 1.0
+    """Relative to the other backends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterSnapshot:
+    """A router and its backends."""
+
+    at: float
+    """When it was taken, s of the router's clock."""
+    backends: tuple[BackendSnapshot, ...]
+    """By number, including those that a reload has removed."""
+    draining: bool = False
+    """Whether the router is stopping."""
+    policy: str
+    fallback: str
+    canary: str = ""
+    """Name of the canary policy; empty: there is none."""
+    canary_share: float = 0.0
+    """Share of sessions it is given."""
+    shadow: str = ""
+    """Name of the shadow policy; empty: there is none."""
+    decisions: int = 0
+    canary_decisions: int = 0
+    """Those that the canary policy made."""
+    waiting: int = 0
+    """Requests that wait at the router for room."""
+    clients: int = 0
+    """Open connections of clients."""
+    log_lines_dropped: int = 0
+    """Lines of the decision log that could not be written."""
+    token_source: str = "auto"
+    """Where prompt lengths come from, as set."""
+    prompts_by_source: Mapping[str, int] = field(default_factory=dict)
+    """Prompts by how their length was known."""
+    lengths_by_source: Mapping[str, int] = field(default_factory=dict)
+    """Lengths that bytes per token were learned from, by who counted them."""
+    bytes_per_token: float | None = None
+    tokenize_failures: int = 0
+    """Requests to a server's ``/tokenize`` that failed."""
+
+    @property
+    def present(self) -> list[BackendSnapshot]:
+        """Backends that no reload has removed."""
+        return [b for b in self.backends if not b.removed]

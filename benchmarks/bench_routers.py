@@ -25,8 +25,9 @@ from tailrace import scenario as scenarios
 from tailrace.bench.prompts import Prompt, PromptWriter, Spoken, spoken
 from tailrace.config import Scenario
 from tailrace.emulate import tokenizer
+from tailrace.emulate.job import Job
 from tailrace.emulate.metrics import Meter
-from tailrace.emulate.replica import EmulatedReplica, Job
+from tailrace.emulate.replica import EmulatedReplica
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings

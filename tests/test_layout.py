@@ -44,7 +44,6 @@ LONG_KERNELS = frozenset(
 SHARED_NAMES = frozenset(
     {
         "Answer",
-        "Asked",
         "Batch",
         "Book",
         "Cell",
@@ -52,8 +51,6 @@ SHARED_NAMES = frozenset(
         "Demonstrations",
         "Distribution",
         "Ends",
-        "Exchange",
-        "HttpRequest",
         "Objective",
         "Outcome",
         "Plan",
@@ -64,7 +61,6 @@ SHARED_NAMES = frozenset(
         "Recorder",
         "Room",
         "ServeSettings",
-        "Service",
         "Stage",
         "Standing",
         "Task",

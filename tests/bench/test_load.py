@@ -9,9 +9,9 @@ import pytest
 from tailrace.bench.load import load, run_load
 from tailrace.bench.result import write
 from tailrace.config import Cluster, Replica
+from tailrace.emulate.connection import EmulatedConnection
 from tailrace.emulate.emulator import Emulator
 from tailrace.emulate.faults import Fault
-from tailrace.emulate.http import Connection
 from tailrace.errors import TailraceError
 from tailrace.sim.result import FAILED, FINISHED
 from tailrace.workload import library
@@ -183,15 +183,13 @@ def test_a_connection_the_server_has_closed_in_the_meantime_is_no_failure():
         opened = service.opened
 
         def finish_then_close(connection):
-            opened(connection)
-            finish = connection.finish
+            end = connection.end
 
-            def finished():
-                finish()
-                if service.replica.meter.success["length"] == 1:
-                    connection.close()
+            def ended(*, keep):
+                end(keep=keep and service.replica.meter.success["length"] != 1)
 
-            connection.finish = finished
+            connection.end = ended
+            return opened(connection)
 
         service.opened = finish_then_close
         return await load(emulator.urls[0], table, stretch=SCALE)
@@ -224,17 +222,18 @@ def test_what_the_router_is_told_and_tells():
 
     async def run(emulator):
         service = emulator.services[0]
-        handle, write = service.handle, Connection.write
+        handle, write = service.handle, EmulatedConnection.write
 
-        def handle_and_look(connection, request):
-            if request.path == "/v1/completions":
-                seen.append(request.headers)
+        def handle_and_look(request):
+            connection = request.client
+            if request.path == b"/v1/completions":
+                seen.append(request.head.lower)
                 label = b"http://" + b"ab"[len(seen) % 2 :][:1]
                 connection.write = lambda data: write(
                     connection,
                     data.replace(b"server:", b"X-Tailrace-Replica: %b\r\nserver:" % label),
                 )
-            handle(connection, request)
+            return handle(request)
 
         service.handle = handle_and_look
         return await load(emulator.urls[0], table, stretch=SCALE, salt=3)

@@ -8,7 +8,7 @@ import pytest
 from calibrate.virtual_endpoint import VirtualEndpoint
 from tailrace.calibrate import probes as p
 from tailrace.calibrate.design import most_telling
-from tailrace.calibrate.live import Asked, calibrated
+from tailrace.calibrate.live import CalibrationOptions, calibrated
 from tailrace.calibrate.probes import Measurement, Probe, Sample
 from tailrace.calibrate.survey import Limits, survey, token_budget
 from tailrace.config import Replica
@@ -69,7 +69,7 @@ def test_tokens_per_iteration_are_found_in_noise(seed, chunk_size):
 def test_every_coefficient_within_two_percent(seed):
     endpoint = VirtualEndpoint(Replica(), overhead_s=0.0015, noise_s=0.0005, seed=seed, hiccup=0.05)
     found = asyncio.run(survey(endpoint, Limits(60.0, 8192, 256, 100_000)))
-    model, true = calibrated("it", [found], Asked()).replica.cost, cost_of(Replica())
+    model, true = calibrated("it", [found], CalibrationOptions()).replica.cost, cost_of(Replica())
     for name in ("base_ms", "per_token_ms", "per_context_ms", "per_prefill_ms"):
         assert getattr(model, name) == pytest.approx(getattr(true, name), rel=0.02), name
     assert model.knots[0] == pytest.approx(true.knots[0], rel=0.02)
@@ -80,7 +80,7 @@ def test_the_place_of_a_knot_is_found_in_noise():
     config = Replica(device="h100-llama2-7b", chunk_size=2048)
     endpoint = VirtualEndpoint(config, overhead_s=0.0015, noise_s=0.0005, seed=3, hiccup=0.05)
     found = asyncio.run(survey(endpoint, Limits(120.0, 8192, 256, 100_000)))
-    model, true = calibrated("it", [found], Asked()).replica.cost, cost_of(config)
+    model, true = calibrated("it", [found], CalibrationOptions()).replica.cost, cost_of(config)
     assert [knot for knot, _ in model.knots] == [knot for knot, _ in true.knots]
     assert model.knots[0] == pytest.approx(true.knots[0], rel=0.02)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tailrace.calibrate.endpoint import LiveEndpoint
-from tailrace.calibrate.live import Asked, _calibrate
+from tailrace.calibrate.live import CalibrationOptions, _calibrate
 from tailrace.calibrate.probes import Probe
 from tailrace.config import Cluster, Replica
 from tailrace.emulate.emulator import Emulator
@@ -54,7 +54,7 @@ def test_a_failure_is_a_reply():
 
 def test_two_servers_are_calibrated():
     async def work(emulator):
-        return await _calibrate(emulator.urls, Asked(seconds=1.5), {}, lambda _: None)
+        return await _calibrate(emulator.urls, CalibrationOptions(seconds=1.5), {}, lambda _: None)
 
     calibration = with_emulator(work)
     assert len(calibration.replicas) == 2
@@ -68,8 +68,10 @@ def test_two_servers_are_calibrated():
 
 def test_mistakes():
     with pytest.raises(TailraceError, match="is it running"):
-        asyncio.run(_calibrate(["http://127.0.0.1:9"], Asked(), {}, lambda _: None))
+        asyncio.run(_calibrate(["http://127.0.0.1:9"], CalibrationOptions(), {}, lambda _: None))
     with pytest.raises(TailraceError, match="given twice"):
-        asyncio.run(_calibrate(["http://127.0.0.1:9"] * 2, Asked(), {}, lambda _: None))
+        asyncio.run(
+            _calibrate(["http://127.0.0.1:9"] * 2, CalibrationOptions(), {}, lambda _: None)
+        )
     with pytest.raises(TailraceError, match="is no address"):
-        asyncio.run(_calibrate(["nonsense://x"], Asked(), {}, lambda _: None))
+        asyncio.run(_calibrate(["nonsense://x"], CalibrationOptions(), {}, lambda _: None))

@@ -3,13 +3,20 @@
 import numpy as np
 import pytest
 
-from tailrace.calibrate.interval_fit import Stretches, explained_ms, fit, summed
+from tailrace.calibrate.interval_fit import Stretches, fit, summed
+from tailrace.calibrate.iteration_fit import predicted_ms
 from tailrace.config import CostModel
 from tailrace.errors import TailraceError
 
 TRUE = CostModel(
     base_ms=8.0, per_token_ms=0.03, knots=((256, 0.05),), per_context_ms=1e-4, per_prefill_ms=5e-6
 )
+
+
+def explained_ms(stretches, model, overhead_ms):
+    """What a model predicts for each stretch, whether fitted to them or not."""
+    each = predicted_ms(model, stretches.tokens, stretches.context, stretches.work)
+    return stretches.summed(each) + overhead_ms * stretches.requests
 
 
 def sums_of_iterations(rng, overhead_ms=0.0):

@@ -7,7 +7,7 @@ import pytest
 
 from calibrate.virtual_endpoint import VirtualEndpoint
 from tailrace.calibrate import probes as p
-from tailrace.calibrate.live import Asked, calibrated, interference
+from tailrace.calibrate.live import CalibrationOptions, calibrated, interference
 from tailrace.calibrate.probes import Probe, Reply
 from tailrace.calibrate.survey import Limits, survey
 from tailrace.config import Replica
@@ -21,7 +21,7 @@ def measured(config, seconds=60.0, known=None, context=100_000, budget=None, **n
     endpoint = VirtualEndpoint(config, **noise)
     limits = Limits(seconds, 8192, 256, context, budget)
     found = asyncio.run(survey(endpoint, limits))
-    return endpoint, found, calibrated("it", [found], Asked(known=known or Replica()))
+    return endpoint, found, calibrated("it", [found], CalibrationOptions(known=known or Replica()))
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import sys
 import orjson
 import pytest
 
-from tailrace.bench.client import Client
+from tailrace.bench.load import JSON_LINE, open_pool
 from tailrace.config import Cluster, Replica
 from tailrace.emulate.emulator import Emulator
 from tailrace.emulate.faults import Fault
 from tailrace.errors import TailraceError
+from tailrace.net.client import Call, FetchError, failure_kind
 
 FAST = {"time_scale": 0.02}
 
@@ -24,45 +25,49 @@ def emulate(function, cluster=None, **options):
         async with Emulator(
             cluster or Cluster(replicas=(Replica(count=2),)), **(FAST | options)
         ) as emulator:
-            clients = [Client(url) for url in emulator.urls]
+            clients = [open_pool(url) for url in emulator.urls]
             try:
                 return await function(emulator, clients)
             finally:
                 for client in clients:
-                    await client.close()
+                    client.abort()
 
     return asyncio.run(run())
 
 
 async def complete(client, tokens=3, **more):
     body = orjson.dumps({"prompt": "x", "max_tokens": tokens, **more})
-    return await client.fetch("POST", "/v1/completions", body)
+    return await fetch(client, "POST", "/v1/completions", body)
 
 
-class Watched:
-    """An exchange that tells when something has come, and how it ended."""
+async def fetch(client, method, path, body=b"", timeout_s=30.0):
+    response = await client.fetch(method, path, None, body, timeout_s)
+    return response.status, response.body
 
-    def __init__(self):
+
+class Watched(Call):
+    """A call that tells when something has come, and how it ended."""
+
+    def __init__(self, *request):
+        super().__init__(*request)
         self.came = asyncio.Event()
-        self.over = asyncio.get_running_loop().create_future()
+        self.outcome = asyncio.get_running_loop().create_future()
 
-    def head(self, code, headers):
-        pass
-
-    def body(self, data):
+    def received(self, data):
         self.came.set()
 
     def ended(self):
-        self.over.set_result("ended")
+        self.outcome.set_result("ended")
 
-    def failed(self, kind):
-        self.over.set_result(kind)
+    def broken(self, why, *, connecting):
+        self.outcome.set_result(failure_kind(why, connecting=connecting))
 
 
 def begin_stream(client, tokens=100_000):
-    watched = Watched()
     body = orjson.dumps({"prompt": "x", "max_tokens": tokens, "stream": True})
-    client.send("POST", "/v1/completions", body, watched)
+    head = client.head(b"POST", b"/v1/completions", len(body), JSON_LINE)
+    watched = Watched(client, b"POST", head, body)
+    watched.start()
     return watched
 
 
@@ -81,13 +86,13 @@ def test_death_and_return():
         stream, other = begin_stream(clients[0]), begin_stream(clients[1])
         await stream.came.wait()
         await emulator.fault(0, Fault(kind="die"))
-        assert await stream.over == "disconnected"
-        with pytest.raises(ConnectionError, match="connect"):
+        assert await stream.outcome == "disconnected"
+        with pytest.raises(FetchError, match="cannot connect"):
             await complete(clients[0])
         assert emulator.replicas[0].running == 0
         await emulator.fault(0, Fault(kind="return"))
         assert (await complete(clients[0]))[0] == 200
-        assert not other.over.done()
+        assert not other.outcome.done()
 
     emulate(run)
 
@@ -98,12 +103,12 @@ def test_hanging_until_return():
         await stream.came.wait()
         await emulator.fault(0, Fault(kind="hang"))
         given = emulator.replicas[0].meter.generated_tokens
-        with pytest.raises(TimeoutError):
-            await clients[0].fetch("GET", "/health", timeout_s=0.05)
+        with pytest.raises(FetchError, match="no answer within"):
+            await fetch(clients[0], "GET", "/health", timeout_s=0.05)
         assert emulator.replicas[0].meter.generated_tokens == given
         assert (await complete(clients[1]))[0] == 200
         await emulator.fault(0, Fault(kind="return"))
-        assert await stream.over == "disconnected"
+        assert await stream.outcome == "disconnected"
         assert (await complete(clients[0]))[0] == 200
 
     emulate(run)
@@ -123,7 +128,7 @@ def test_another_fault_ends_a_hang():
 def test_garbage():
     async def run(emulator, clients):
         await emulator.fault(0, Fault(kind="garbage"))
-        with pytest.raises(ConnectionError, match="malformed"):
+        with pytest.raises(FetchError, match="malformed"):
             await complete(clients[0])
         await emulator.fault(0, Fault(kind="return"))
         assert (await complete(clients[0]))[0] == 200
@@ -136,8 +141,8 @@ def test_error_status():
         await emulator.fault(0, Fault(kind="error", status=503))
         code, body = await complete(clients[0])
         assert (code, orjson.loads(body)["error"]["code"]) == (503, 503)
-        assert (await clients[0].fetch("GET", "/health"))[0] == 503
-        assert (await clients[0].fetch("GET", "/metrics"))[0] == 200
+        assert (await fetch(clients[0], "GET", "/health"))[0] == 503
+        assert (await fetch(clients[0], "GET", "/metrics"))[0] == 200
         await emulator.fault(0, Fault(kind="return"))
         assert (await complete(clients[0]))[0] == 200
 
@@ -146,10 +151,10 @@ def test_error_status():
 
 def test_faults_by_http():
     async def run(emulator, clients):
-        admin = Client(emulator.admin_url)
+        admin = open_pool(emulator.admin_url)
 
         async def post(path, body):
-            code, reply = await admin.fetch("POST", path, orjson.dumps(body))
+            code, reply = await fetch(admin, "POST", path, orjson.dumps(body))
             return code, orjson.loads(reply)
 
         try:
@@ -157,7 +162,7 @@ def test_faults_by_http():
             assert (code, state["speed"], state["fault"]) == (200, 0.25, None)
             code, state = await post("/replicas/1/fault", {"kind": "die"})
             assert (code, state["fault"]) == (200, "die")
-            _, states = await admin.fetch("GET", "/replicas")
+            _, states = await fetch(admin, "GET", "/replicas")
             assert [s["fault"] for s in orjson.loads(states)] == [None, "die"]
             code, state = await post("/replicas/1/fault", {"kind": "return"})
             assert (code, state["speed"], state["fault"]) == (200, 1.0, None)
@@ -171,7 +176,7 @@ def test_faults_by_http():
                 code, reply = await post(path, body)
                 assert (code, reply["error"]["code"]) == (status, status)
         finally:
-            await admin.close()
+            admin.abort()
 
     emulate(run, faults=True)
 
@@ -231,11 +236,11 @@ def test_command_prints_addresses_and_stops_on_interrupt():
         assert about["admin_url"].startswith("http://127.0.0.1:")
 
         async def ask():
-            client = Client(about["urls"][1])
+            client = open_pool(about["urls"][1])
             try:
                 return await complete(client)
             finally:
-                await client.close()
+                client.abort()
 
         assert asyncio.run(ask())[0] == 200
         process.send_signal(2)

@@ -8,10 +8,9 @@ import orjson
 from tailrace.bench.prompts import PromptWriter, spoken
 from tailrace.config import Cluster
 from tailrace.emulate import replica as replicas
-from tailrace.emulate.http import Connection
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.request_body import Served
-from tailrace.emulate.service import Service, max_model_len
+from tailrace.emulate.service import EmulatedService, max_model_len
 from tailrace.view.devices import resolved
 
 
@@ -78,6 +77,21 @@ class Wire:
     def abort(self):
         self.is_closed = True
 
+    def is_closing(self):
+        return self.is_closed
+
+    def can_write_eof(self):
+        return True
+
+    def write_eof(self):
+        self.is_closed = True
+
+    def pause_reading(self):
+        pass
+
+    def resume_reading(self):
+        pass
+
     @property
     def sent(self):
         return b"".join(data for _, data in self.writes)
@@ -92,7 +106,7 @@ def new_service(config, clock, **options):
     replica = new_replica(config, clock)
     most, merged = options.pop("max_tokens", None), options.pop("per_event", 1)
     served = Served("tiny", most or max_model_len(replica.config), tokens_per_event=merged)
-    return Service(replica, served, old_names=options.get("old_names", False))
+    return EmulatedService(replica, served, old_names=options.get("old_names", False))
 
 
 def post(path, body):
@@ -111,7 +125,7 @@ def get(path):
 
 def connect(service, clock):
     """A client connection; must be called inside an event loop."""
-    connection, wire = Connection(service), Wire(clock)
+    connection, wire = service.connect(), Wire(clock)
     connection.connection_made(wire)
     return connection, wire
 
@@ -158,10 +172,10 @@ def play(service, clock, table):
         }  # fmt: skip
         connection, wire = connect(service, clock)
         wires[row] = wire
-        finish = connection.finish
+        end = connection.end
 
-        def finished():
-            finish()
+        def ended(*, keep):
+            end(keep=keep)
             answer = "".join(e["choices"][0]["text"] for e in _events(wire) if e["choices"])
             if row in child:
                 after = child[row]
@@ -169,7 +183,7 @@ def play(service, clock, table):
                 so_far[after] = spoken(prompt, answer.encode(), tokens)
                 clock.call_at(clock.now() + float(rows["think_s"][after]), lambda: send(after))
 
-        connection.finish = finished
+        connection.end = ended
         connection.data_received(post("/v1/completions", body))
 
     for row in range(len(table)):

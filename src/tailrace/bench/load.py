@@ -14,12 +14,14 @@ from typing import Literal
 import numpy as np
 import orjson
 
-from tailrace.bench.client import Client, Sending
 from tailrace.bench.prompts import Prompt, PromptWriter, Spoken, spoken
 from tailrace.bench.result import LOAD_REQUEST, LoadResult
-from tailrace.bench.stream import Answer
 from tailrace.emulate import tokenizer
 from tailrace.errors import TailraceError
+from tailrace.net.client import Call, FetchError, Pool, failure_kind
+from tailrace.net.heads import ResponseHead
+from tailrace.net.origin import Origin
+from tailrace.net.sse import StreamedResponse
 from tailrace.sim.result import FAILED, FINISHED
 from tailrace.workload.table import RequestTable
 
@@ -32,7 +34,13 @@ SAMPLE_WORDS = 1024
 #: In it Tailrace's router says where a request went.
 REPLICA_HEADER = b"x-tailrace-replica"
 DEFAULT_CHARS_PER_TOKEN = 4.0
-_PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_PATHS = {"completions": b"/v1/completions", "chat": b"/v1/chat/completions"}
+JSON_LINE = b"content-type: application/json\r\n"
+CONNECT_S = 10.0
+#: The load decides how many connections there are: all are kept.
+MAX_IDLE = 1_000_000
+#: For the questions asked before a load begins, s.
+FETCH_S = 30.0
 
 
 def run_load(
@@ -85,26 +93,40 @@ async def load(
     progress: Callable[[int], None] | None = None,
 ) -> LoadResult:
     """Do what :func:`run_load` does inside a running event loop."""
-    client = Client(url, dict(headers or {}))
+    pool = open_pool(url, headers)
     try:
         if model is None:
-            model = await _first_model(client, url)
-        words_per_token, calibration = await _calibrate(client, model, chars_per_token)
-        client.connections = 0
+            model = await _first_model(pool, url)
+        words_per_token, calibration = await _calibrate(pool, model, chars_per_token)
+        pool.made = 0
         writer = PromptWriter(table, words_per_token, salt)
-        run = _Load(client, table, writer, api, model, timeout_s, stretch, salt)
+        run = _Load(pool, table, writer, api, model, timeout_s, stretch, salt)
         await run.run(progress or (lambda _: None))
     finally:
-        await client.close()
+        pool.abort()
+        await asyncio.sleep(0)  # the loop tells the connections that they are closed
     return LoadResult(
         table,
         run.requests,
         tuple(run.kinds),
         tuple(run.labels),
-        client.connections,
+        pool.made,
         words_per_token,
         calibration,
     )
+
+
+def open_pool(url: str, headers: Mapping[str, str] | None = None) -> Pool:
+    """Return a pool of connections to an OpenAI endpoint, with or without /v1 in its address."""
+    try:
+        origin = Origin.parse(url if "//" in url else f"http://{url}")
+    except ValueError:
+        raise TailraceError(f"'{url}' is no address; give one like http://127.0.0.1:8080") from None
+    origin = origin._replace(prefix=origin.prefix.removesuffix("/v1"))
+    headers = {"user-agent": "tailrace-bench"} | dict(headers or {})
+    if any("\r" in text or "\n" in text for pair in headers.items() for text in pair):
+        raise TailraceError("a header must not contain a line break")
+    return Pool(origin, connect_s=CONNECT_S, headers=headers, max_idle=MAX_IDLE)
 
 
 class _Load:
@@ -112,7 +134,7 @@ class _Load:
 
     def __init__(
         self,
-        client: Client,
+        pool: Pool,
         table: RequestTable,
         writer: PromptWriter,
         api: Api,
@@ -121,7 +143,7 @@ class _Load:
         stretch: float,
         salt: int,
     ) -> None:
-        self._client, self._table, self._writer = client, table, writer
+        self.pool, self._table, self._writer = pool, table, writer
         self._api, self._path = api, _PATHS[api]
         self._timeout_s, self._stretch, self._salt = timeout_s, stretch, salt
         options = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
@@ -142,7 +164,7 @@ class _Load:
         ]
         heapq.heapify(self._due)
         self._so_far: dict[int, Spoken] = {}
-        self._under_way: dict[int, _Asking] = {}
+        self._under_way: dict[int, _LoadCall] = {}
         self._left = len(table)
         self._over = asyncio.Event()
         self._timer: asyncio.TimerHandle | None = None
@@ -184,12 +206,13 @@ class _Load:
     def _send(self, row: int, due_s: float) -> None:
         prompt = self._writer.write(row, self._so_far.pop(row, None))
         body = self._body(row, prompt)
-        asking = _Asking(self, row, prompt if row in self._child else None)
+        head = self.pool.head(b"POST", self._path, len(body), JSON_LINE + self._headers(row))
+        asking = _LoadCall(self, row, head, body, prompt if row in self._child else None)
         record = self.requests[row]
         record["due_s"] = due_s
         record["sent_s"] = self.now()
         self._under_way[row] = asking
-        asking.sending = self._client.send("POST", self._path, body, asking, self._headers(row))
+        asking.start()
 
     def _body(self, row: int, prompt: Prompt) -> bytes:
         if self._api == "chat":
@@ -199,17 +222,17 @@ class _Load:
         output = int(self._table.rows["output_tokens"][row])
         return b'{%b,"max_tokens":%d,%b' % (asked, output, self._options)
 
-    def _headers(self, row: int) -> str:
-        """What Tailrace's router reads of a request beside its body; others ignore it."""
+    def _headers(self, row: int) -> bytes:
+        """Header lines that Tailrace's router reads; other servers ignore them."""
         about = self._table.rows[row]
         lines = f"x-slo-ttft-ms: {about['ttft_slo_s'] * 1e3:g}\r\n"
         if about["session"] >= 0:
             lines += f"x-session-id: {self._salt}-{about['session']}\r\n"
         if about["priority"]:
             lines += f"x-priority: {-about['priority']}\r\n"  # there the lower number is first
-        return lines
+        return lines.encode()
 
-    def settle(self, asking: "_Asking", failure: str | None) -> None:
+    def settle(self, asking: "_LoadCall", failure: str | None) -> None:
         """A request is over: enter it, and plan its follow-up."""
         row, answer, now = asking.row, asking.answer, self.now()
         del self._under_way[row]
@@ -245,58 +268,61 @@ class _Load:
     def _give_up_late(self) -> None:
         latest = self.now() - self._timeout_s
         for row, asking in list(self._under_way.items()):
-            if self.requests["sent_s"][row] < latest and asking.sending is not None:
-                asking.sending.give_up("timeout")
+            if self.requests["sent_s"][row] < latest:
+                asking.cancel()
+                self.settle(asking, "timeout")
 
 
-class _Asking:
-    """One request of the load: an exchange of the client."""
+class _LoadCall(Call):
+    """One request of the load."""
 
-    __slots__ = ("_load", "answer", "body", "prompt", "replica", "row", "sending")
+    __slots__ = ("_load", "answer", "prompt", "replica", "row")
 
-    def __init__(self, load: _Load, row: int, prompt: Prompt | None) -> None:
+    def __init__(
+        self, load: _Load, row: int, head: bytes, body: bytes, prompt: Prompt | None
+    ) -> None:
+        super().__init__(load.pool, b"POST", head, body)
         self._load = load
         self.row = row
         self.prompt = prompt
-        self.answer = Answer(load.now, keep_text=prompt is not None)
-        self.body = self.answer.feed
-        self.sending: Sending | None = None
+        self.answer = StreamedResponse(load.now, keep_text=prompt is not None)
         self.replica: str | None = None
 
-    def head(self, code: int, headers: dict[bytes, bytes]) -> None:
-        """The head has come."""
-        self.answer.code = code
-        label = headers.get(REPLICA_HEADER)
+    def began(self, head: ResponseHead) -> None:
+        """Take status and replica from the head."""
+        self.answer.code = head.status
+        label = head.lower.get(REPLICA_HEADER)
         if label is not None:
             self.replica = label.decode("latin-1")
 
+    def received(self, data: bytes) -> None:
+        """Read events."""
+        self.answer.feed(data)
+
     def ended(self) -> None:
-        """The response is complete."""
+        """Record a complete response."""
         self._load.settle(self, self.answer.failure())
 
-    def failed(self, kind: str) -> None:
-        """There will be no complete response."""
-        self._load.settle(self, kind)
+    def broken(self, why: str, *, connecting: bool) -> None:
+        """Record a failure."""
+        self._load.settle(self, failure_kind(why, connecting=connecting))
 
 
-async def _first_model(client: Client, url: str) -> str:
+async def _first_model(pool: Pool, url: str) -> str:
     try:
-        code, body = await client.fetch("GET", "/v1/models")
-    except (ConnectionError, TimeoutError) as error:
-        raise TailraceError(
-            f"no answer from {url} ({error or 'timeout'}): is it running?"
-        ) from None
+        response = await pool.fetch("GET", "/v1/models", timeout_s=FETCH_S)
+    except FetchError as error:
+        raise TailraceError(f"no answer from {url} ({error}): is it running?") from None
     try:
-        return str(orjson.loads(body)["data"][0]["id"])
+        return str(orjson.loads(response.body)["data"][0]["id"])
     except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
         raise TailraceError(
-            f"{url} does not say which models it has (/v1/models: HTTP {code}); give --model"
+            f"{url} does not say which models it has (/v1/models: HTTP {response.status}); "
+            "give --model"
         ) from None
 
 
-async def _calibrate(
-    client: Client, model: str, chars_per_token: float | None
-) -> tuple[float, str]:
+async def _calibrate(pool: Pool, model: str, chars_per_token: float | None) -> tuple[float, str]:
     """Return words per token of the server, and where that comes from."""
     chars_per_word = tokenizer.TOKEN_BYTES
     if chars_per_token is not None:
@@ -304,9 +330,10 @@ async def _calibrate(
     text = tokenizer.words(0, 0, SAMPLE_WORDS).decode()
     body = orjson.dumps({"model": model, "prompt": text, "add_special_tokens": False})
     try:
-        code, reply = await client.fetch("POST", "/tokenize", body)
-        count = int(orjson.loads(reply)["count"]) if code == 200 else 0
-    except (ConnectionError, TimeoutError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
+        headers = {"content-type": "application/json"}
+        response = await pool.fetch("POST", "/tokenize", headers, body, FETCH_S)
+        count = int(orjson.loads(response.body)["count"]) if response.status == 200 else 0
+    except (FetchError, orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         count = 0
     if count > 0:
         return SAMPLE_WORDS / count, "/tokenize"

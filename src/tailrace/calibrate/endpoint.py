@@ -13,14 +13,16 @@ from typing import Any
 import numpy as np
 import orjson
 
-from tailrace.bench.client import Client
-from tailrace.bench.stream import Answer
+from tailrace.bench.load import FETCH_S, JSON_LINE, open_pool
 from tailrace.calibrate.probes import Probe, Reply
 from tailrace.emulate import tokenizer
 from tailrace.errors import TailraceError
-from tailrace.router.observe.scrape import Snapshot, parse_metrics
+from tailrace.net.client import Call, FetchError, Pool, failure_kind
+from tailrace.net.engine_metrics import Snapshot, parse_metrics
+from tailrace.net.heads import ResponseHead
+from tailrace.net.sse import StreamedResponse
 
-PATH = "/v1/completions"
+PATH = b"/v1/completions"
 TIMEOUT_S = 120.0
 #: Words of the two requests that show how many tokens a word takes.
 _SAMPLES = (64, 512)
@@ -31,7 +33,7 @@ class LiveEndpoint:
 
     def __init__(self, url: str, headers: Mapping[str, str] | None = None) -> None:
         self.url = url
-        self._client = Client(url, dict(headers or {}))
+        self._pool = open_pool(url, headers)
         self._options = b""
         self._words_per_token = 1.0
         self._extra_tokens = 0.0
@@ -64,7 +66,8 @@ class LiveEndpoint:
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._client.close()
+        self._pool.abort()
+        await asyncio.sleep(0)  # the loop tells the connections that they are closed
 
     def now(self) -> float:
         """Seconds of the system's monotonic clock."""
@@ -73,24 +76,25 @@ class LiveEndpoint:
     async def metrics(self) -> Snapshot:
         """Return what the server's /metrics say; nothing, if it has none."""
         try:
-            code, page = await self._client.fetch("GET", "/metrics")
-        except (ConnectionError, TimeoutError):
+            page = await self._pool.fetch("GET", "/metrics", timeout_s=FETCH_S)
+        except FetchError:
             return Snapshot()
-        return parse_metrics(page.decode(errors="replace")) if code == 200 else Snapshot()
+        return (
+            parse_metrics(page.body.decode(errors="replace")) if page.status == 200 else Snapshot()
+        )
 
     async def ask(self, probe: Probe) -> list[Reply]:
         """Send the prompts of a probe at once and wait for all answers."""
-        asked = [_Asking() for _ in range(probe.batch)]
-        bodies = [self._body(probe) for _ in asked]
-        sendings = []
-        for asking, body in zip(asked, bodies, strict=True):
-            asking.sent_s = time.monotonic()
-            sendings.append(self._client.send("POST", PATH, body, asking))
-        await asyncio.wait([asking.over for asking in asked], timeout=TIMEOUT_S)
-        for sending in sendings:
-            if sending.exchange is not None:
-                sending.give_up("no answer in time")
-        return [asking.reply(probe) for asking in asked]
+        calls = [_ProbeCall(self._pool, self._body(probe)) for _ in range(probe.batch)]
+        for call in calls:
+            call.sent_s = time.monotonic()
+            call.start()
+        await asyncio.wait([call.finished for call in calls], timeout=TIMEOUT_S)
+        for call in calls:
+            if not call.over:
+                call.cancel()
+                call.end("no answer in time")
+        return [call.reply(probe) for call in calls]
 
     def _body(self, probe: Probe) -> bytes:
         words = max(1, round((probe.prompt - self._extra_tokens) * self._words_per_token))
@@ -99,54 +103,56 @@ class LiveEndpoint:
 
     async def _served(self) -> list[dict[str, Any]]:
         try:
-            _, body = await self._client.fetch("GET", "/v1/models")
-        except (ConnectionError, TimeoutError) as error:
-            raise TailraceError(
-                f"no answer from {self.url} ({error or 'timeout'}): is it running?"
-            ) from None
+            response = await self._pool.fetch("GET", "/v1/models", timeout_s=FETCH_S)
+        except FetchError as error:
+            raise TailraceError(f"no answer from {self.url} ({error}): is it running?") from None
         try:
-            served = orjson.loads(body)["data"]
+            served = orjson.loads(response.body)["data"]
             return [about for about in served if isinstance(about, dict)]
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return []
 
 
-class _Asking:
-    """One request: an exchange of the client. The answer's clock is read once per token."""
+class _ProbeCall(Call):
+    """One request of a probe. The clock of the response is read once per token."""
 
-    def __init__(self) -> None:
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    def __init__(self, pool: Pool, body: bytes) -> None:
+        super().__init__(pool, b"POST", pool.head(b"POST", PATH, len(body), JSON_LINE), body)
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.sent_s = 0.0
         self._times_s: list[float] = []
-        self._answer = Answer(self._clock)
+        self._response = StreamedResponse(self._clock)
         self._failure: str | None = None
-        self.body = self._answer.feed
 
     def _clock(self) -> float:
         self._times_s.append(time.monotonic())
         return self._times_s[-1]
 
-    def head(self, code: int, headers: dict[bytes, bytes]) -> None:
-        """The head has come."""
-        del headers
-        self._answer.code = code
+    def began(self, head: ResponseHead) -> None:
+        """Take the status."""
+        self._response.code = head.status
+
+    def received(self, data: bytes) -> None:
+        """Read events."""
+        self._response.feed(data)
 
     def ended(self) -> None:
-        """The response is complete."""
-        self._end(self._answer.failure())
+        """Finish with a complete response."""
+        self.end(self._response.failure())
 
-    def failed(self, kind: str) -> None:
-        """There will be no complete response."""
-        self._end(kind)
+    def broken(self, why: str, *, connecting: bool) -> None:
+        """Finish with a failure."""
+        self.end(failure_kind(why, connecting=connecting))
 
-    def _end(self, failure: str | None) -> None:
+    def end(self, failure: str | None) -> None:
+        """Finish; ``failure``: its kind, None: none."""
         self._failure = failure
-        if not self.over.done():
-            self.over.set_result(None)
+        if not self.finished.done():
+            self.finished.set_result(None)
 
     def reply(self, probe: Probe) -> Reply:
-        """Return what came of it."""
-        answer, failure = self._answer, self._failure
+        """Return the measured times of the probe, or its failure."""
+        answer, failure = self._response, self._failure
         times = np.array(self._times_s)
         if failure is None and answer.tokens < probe.outputs:
             failure = f"{answer.tokens} instead of {probe.outputs} tokens"
@@ -154,6 +160,6 @@ class _Asking:
             # Several tokens came in one event: take them as spread evenly.
             share = np.linspace(0, len(times) - 1, answer.tokens)
             times = np.interp(share, np.arange(len(times)), times)
-        # A server that does not count is believed to have got what was meant.
+        # A server that does not count tokens is assumed to have got the intended number.
         prompt = probe.prompt if answer.prompt_tokens is None else answer.prompt_tokens
         return Reply(self.sent_s, times, prompt, answer.cached_tokens or 0, failure)

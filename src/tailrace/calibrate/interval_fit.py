@@ -18,7 +18,6 @@ from tailrace.calibrate.iteration_fit import (
     Problem,
     candidate_knots,
     choose_knots,
-    predicted_ms,
     undetermined_fields,
 )
 from tailrace.config import CostModel
@@ -221,9 +220,3 @@ def _uncertainty(matrix: Floats, values: Floats, rms: float) -> Floats:
     variance = np.diag(np.linalg.pinv(part.T @ part))
     out[used] = scale * np.sqrt(np.maximum(variance, 0.0)) / norm / values[used]
     return out
-
-
-def explained_ms(stretches: Stretches, model: CostModel, overhead_ms: float) -> Floats:
-    """Return what a model says [R] about stretches, fitted to them or not."""
-    each = predicted_ms(model, stretches.tokens, stretches.context, stretches.work)
-    return stretches.summed(each) + overhead_ms * stretches.requests

@@ -33,11 +33,11 @@ KV_SHARE, KV_UNKNOWN = 0.5, 65_536
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What a calibration of live endpoints is to do."""
+class CalibrationOptions:
+    """Options of a calibration of live endpoints."""
 
     seconds: float = 240.0
-    """For measuring each replica, at most."""
+    """Time limit for measuring each replica, s."""
     precision: float = 0.005
     """Standard error of the coefficients, as a share of them, that is good enough to stop."""
     max_prompt: int = 8192
@@ -55,17 +55,20 @@ class Asked:
 
 def calibrate_urls(
     urls: Sequence[str],
-    asked: Asked,
+    options: CalibrationOptions,
     *,
     headers: Mapping[str, str] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
-    """Calibrate the servers at some addresses; ``progress`` is told the percent that are done."""
-    return asyncio.run(_calibrate(urls, asked, headers or {}, progress or (lambda _: None)))
+    """Calibrate the servers at some addresses; ``progress`` is called with the percentage done."""
+    return asyncio.run(_calibrate(urls, options, headers or {}, progress or (lambda _: None)))
 
 
 async def _calibrate(
-    urls: Sequence[str], asked: Asked, headers: Mapping[str, str], progress: Callable[[int], None]
+    urls: Sequence[str],
+    options: CalibrationOptions,
+    headers: Mapping[str, str],
+    progress: Callable[[int], None],
 ) -> Calibration:
     if len(set(urls)) != len(urls):
         raise TailraceError("an address is given twice; name each server once")
@@ -73,10 +76,10 @@ async def _calibrate(
     try:
         limits, told = [], []
         for endpoint in endpoints:
-            await endpoint.open(asked.model)
+            await endpoint.open(options.model)
             found = await _told(endpoint)
             told.append(found)
-            limits.append(_limits(endpoint, asked, found))
+            limits.append(_limits(endpoint, options, found))
         done = [0.0] * len(endpoints)
 
         def tell(k: int, share: float) -> None:
@@ -87,21 +90,21 @@ async def _calibrate(
             survey(endpoint, limit, lambda share, k=k: tell(k, share))  # type: ignore[misc]
             for k, (endpoint, limit) in enumerate(zip(endpoints, limits, strict=True))
         ]
-        surveys = list(await asyncio.gather(*jobs)) if asked.together else [await j for j in jobs]
+        surveys = list(await asyncio.gather(*jobs)) if options.together else [await j for j in jobs]
         shared: list[float | None] = [None] * len(endpoints)
         if len(endpoints) > 1:
             shared = await interference(endpoints)
     finally:
         for endpoint in endpoints:
             await endpoint.close()
-    groups = [list(range(len(urls)))] if asked.same else [[k] for k in range(len(urls))]
+    groups = [list(range(len(urls)))] if options.same else [[k] for k in range(len(urls))]
     return Calibration(
         "live endpoints",
         tuple(
             calibrated(
                 ", ".join(urls[k] for k in group),
                 [surveys[k] for k in group],
-                asked,
+                options,
                 told[group[0]],
                 max(shared[k] or 0.0 for k in group) or None,
                 counts=all(endpoints[k].counts_tokens for k in group),
@@ -122,30 +125,32 @@ async def _told(endpoint: LiveEndpoint) -> dict[str, tuple[int, str]]:
     return found
 
 
-def _limits(endpoint: LiveEndpoint, asked: Asked, told: dict[str, tuple[int, str]]) -> Limits:
-    known, _ = with_capacity(asked.known, told)
+def _limits(
+    endpoint: LiveEndpoint, options: CalibrationOptions, told: dict[str, tuple[int, str]]
+) -> Limits:
+    known, _ = with_capacity(options.known, told)
     assert known.num_blocks is not None
     held = known.num_blocks * known.block_size
-    is_known = "num_blocks" in told or "num_blocks" in asked.known.model_fields_set
-    prompt = asked.max_prompt
+    is_known = "num_blocks" in told or "num_blocks" in options.known.model_fields_set
+    prompt = options.max_prompt
     if endpoint.max_model_len is not None:
         prompt = min(prompt, endpoint.max_model_len)
-    given = asked.known.model_fields_set
-    cap = asked.known.batch_cap if "batch_cap" in given else asked.max_batch
+    given = options.known.model_fields_set
+    cap = options.known.batch_cap if "batch_cap" in given else options.max_batch
     return Limits(
-        seconds=asked.seconds,
+        seconds=options.seconds,
         prompt=min(prompt, held // 2),
-        batch=min(asked.max_batch, cap),
+        batch=min(options.max_batch, cap),
         context=int(held * KV_SHARE) if is_known else KV_UNKNOWN,
-        token_budget=asked.known.chunk_size if "chunk_size" in given else None,
-        precision=asked.precision,
+        token_budget=options.known.chunk_size if "chunk_size" in given else None,
+        precision=options.precision,
     )
 
 
 def calibrated(
     name: str,
     surveys: Sequence[Survey],
-    asked: Asked,
+    options: CalibrationOptions,
     told: dict[str, tuple[int, str]] | None = None,
     slowdown: float | None = None,
     *,
@@ -161,9 +166,9 @@ def calibrated(
     found["chunk_size"] = (first.token_budget, first.budget_source)
     cap = max((s.batch_cap or 0 for s in surveys), default=0)
     largest = max(s.largest_batch for s in surveys)
-    default = asked.known.batch_cap
+    default = options.known.batch_cap
     found["batch_cap"] = (cap, MEASURED) if cap else (max(default, largest), ASSUMED)
-    replica, sources = with_capacity(asked.known, found)
+    replica, sources = with_capacity(options.known, found)
     measurements = [m for s in surveys for m in s.measurements]
     rows = p.stretches(measurements, replica.chunk_size)
     fitted = p.fitted(measurements, replica.chunk_size)

@@ -182,10 +182,10 @@ def _from_servers(
     urls: tuple[str, ...], known: Replica, settings: dict[str, Any], *, show: bool
 ) -> "Calibration":
     console.need("httptools", "orjson", extra="serve", what="tailrace calibrate")
-    from tailrace.calibrate.live import Asked, calibrate_urls
+    from tailrace.calibrate.live import CalibrationOptions, calibrate_urls
     from tailrace.cli.bench import headers_of, raise_file_limit
 
-    asked = Asked(
+    options = CalibrationOptions(
         seconds=settings["budget"],
         precision=settings["precision"],
         max_prompt=settings["max_prompt"],
@@ -198,4 +198,4 @@ def _from_servers(
     raise_file_limit()
     headers = headers_of(settings["header_lines"])
     with console.progress("measuring", 100, enabled=show) as update:
-        return calibrate_urls(urls, asked, headers=headers, progress=update)
+        return calibrate_urls(urls, options, headers=headers, progress=update)

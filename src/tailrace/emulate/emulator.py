@@ -1,24 +1,27 @@
 """A cluster of emulated servers on local ports, in one event loop."""
 
 import asyncio
-from collections.abc import Callable
+import time
 from types import TracebackType
 from typing import Self
 
 from tailrace.config import Cluster, parse
 from tailrace.emulate.clock import Clock, LoopClock
+from tailrace.emulate.connection import ApiError, EmulatedConnection, Listener, read_object
 from tailrace.emulate.faults import Fault
-from tailrace.emulate.http import ApiError, Connection, HttpRequest, read_object
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.replica import EmulatedReplica
 from tailrace.emulate.request_body import Served
-from tailrace.emulate.service import Service, max_model_len
+from tailrace.emulate.service import EmulatedService, max_model_len
 from tailrace.errors import TailraceError
+from tailrace.net.server import HttpRequest, Work
 from tailrace.sim.feasibility import check_cluster
 from tailrace.view.cost_model import cost_rows, iteration_s
 from tailrace.view.devices import cost_of, resolved
 
 BACKLOG = 4096
+#: How often refused connections are checked for clients that keep them open, s.
+SWEEP_S = 1.0
 
 
 class Emulator:
@@ -57,10 +60,11 @@ class Emulator:
         self._listeners: list[asyncio.Server | None] = []
         self._admin = _Admin(self)
         self._admin_listener: asyncio.Server | None = None
-        self.services: list[Service] = []
+        self.services: list[EmulatedService] = []
         self.ports: list[int] = []
         self.admin_url: str | None = None
         self._clock: LoopClock | None = None
+        self._sweeper: asyncio.Task[None] | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -87,6 +91,7 @@ class Emulator:
         except BaseException:
             await self._close()
             raise
+        self._sweeper = asyncio.create_task(self._sweep())
         return self
 
     async def __aexit__(
@@ -119,30 +124,30 @@ class Emulator:
 
     # ---- ports ----------------------------------------------------------------------------------
 
-    def _service(self, number: int, clock: Clock) -> Service:
+    def _service(self, number: int, clock: Clock) -> EmulatedService:
         config = self._replicas[number]
         most = max_model_len(config)
         if self._max_tokens is not None:
             most = min(most, self._max_tokens)
         replica = EmulatedReplica(number, config, clock, Meter(self._time_scale))
         served = Served(self._model, most, self._seed, self._tokens_per_event)
-        return Service(replica, served, old_names=self._old_metric_names)
+        return EmulatedService(replica, served, old_names=self._old_metric_names)
 
     async def _listen(self, number: int) -> None:
         service = self.services[number]
-        listener = await self._serve(lambda: Connection(service), self.ports[number])
+        listener = await self._serve(service, self.ports[number])
         self._listeners[number] = listener
         self.ports[number] = listener.sockets[0].getsockname()[1]
 
     async def _listen_for_faults(self) -> None:
-        listener = await self._serve(lambda: Connection(self._admin), self._admin_port)
+        listener = await self._serve(self._admin, self._admin_port)
         self._admin_listener = listener
         self.admin_url = f"http://{self._host}:{listener.sockets[0].getsockname()[1]}"
 
-    async def _serve(self, protocol: Callable[[], Connection], port: int) -> asyncio.Server:
+    async def _serve(self, service: Listener, port: int) -> asyncio.Server:
         try:
             return await asyncio.get_running_loop().create_server(
-                protocol, self._host, port, backlog=BACKLOG
+                service.connect, self._host, port, backlog=BACKLOG
             )
         except OSError as error:
             raise TailraceError(
@@ -155,7 +160,16 @@ class Emulator:
         if listener is not None:
             listener.close()
 
+    async def _sweep(self) -> None:
+        start_s = time.monotonic()
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for listener in (*self.services, self._admin):
+                listener.sweep(time.monotonic() - start_s)
+
     async def _close(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
         for number, service in enumerate(self.services):
             await self._stop_listening(number)
             service.drop_all()
@@ -168,36 +182,22 @@ class Emulator:
         await asyncio.sleep(0)  # the loop tells the connections that they are closed
 
 
-class _Admin:
+class _Admin(Listener):
     """Faults by HTTP."""
 
     def __init__(self, emulator: Emulator) -> None:
+        super().__init__()
         self._emulator = emulator
-        self._connections: set[Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def opened(self, connection: Connection) -> None:
-        """A client has connected."""
-        self._connections.add(connection)
-
-    def closed(self, connection: Connection) -> None:
-        """A client has gone."""
-        self._connections.discard(connection)
-
-    def drop_all(self) -> None:
-        """Close all connections at once."""
-        for connection in list(self._connections):
-            connection.abort()
-
-    def handle(self, connection: Connection, request: HttpRequest) -> None:
-        """Answer GET /replicas and POST /replicas/N/fault."""
-        if request.path == "/replicas" and request.method == "GET":
-            connection.reply_json(self._states())
-            return
-        match request.path.split("/"):
-            case ["", "replicas", number, "fault"] if (
-                number.isdecimal() and request.method == "POST"
-            ):
+    def respond(self, client: EmulatedConnection, request: HttpRequest) -> Work | None:
+        """Respond to GET /replicas and POST /replicas/N/fault."""
+        method = request.head.method
+        if request.path == b"/replicas" and method == b"GET":
+            client.reply_json(request.head, self._states())
+            return None
+        match request.path.decode("latin-1").split("/"):
+            case ["", "replicas", number, "fault"] if number.isdecimal() and method == b"POST":
                 replica = int(number)
             case _:
                 raise ApiError(404, "ask for GET /replicas or POST /replicas/N/fault")
@@ -207,17 +207,21 @@ class _Admin:
             fault = parse(Fault, read_object(request.body))
         except TailraceError as error:
             raise ApiError(400, str(error)) from None
-        task = asyncio.ensure_future(self._apply(connection, replica, fault))
+        task = asyncio.ensure_future(self._apply(client, request, replica, fault))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return None
 
-    async def _apply(self, connection: Connection, replica: int, fault: Fault) -> None:
+    async def _apply(
+        self, client: EmulatedConnection, request: HttpRequest, replica: int, fault: Fault
+    ) -> None:
         try:
             await self._emulator.fault(replica, fault)
         except TailraceError as error:
-            connection.reply(503, ApiError(503, str(error), "ServiceUnavailable").body())
+            body = ApiError(503, str(error), "ServiceUnavailable").body()
+            client.reply(request.head, 503, body)
             return
-        connection.reply_json(self._states()[replica])
+        client.reply_json(request.head, self._states()[replica])
 
     def _states(self) -> list[dict[str, object]]:
         emulator = self._emulator

@@ -1,11 +1,10 @@
-"""What an emulated server counts, and vLLM's /metrics page made of it."""
+"""Counters and histograms of an emulated server."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
-if TYPE_CHECKING:
-    from tailrace.emulate.replica import EmulatedReplica, Job
+from tailrace.emulate.job import Job
+from tailrace.net.prometheus_text import histogram_lines
 
 _TTFT_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
@@ -22,15 +21,19 @@ _REQUEST_S = (
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 _ITERATION_TOKENS = (1.0, *(float(2**power) for power in range(3, 15)))
 _LAG_S = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-#: One iteration in a hundred that ends later than this is worth a word.
+#: An emulator lags if more than one iteration in a hundred ends later than this, s...
 LAG_S = 0.01
-#: Of so many iterations and more.
+#: ... once it has had this many iterations.
 _LAG_SAMPLE = 1000
 _FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class Histogram:
-    """Counts of values up to each bound."""
+    """Counts of values by upper bound.
+
+    Not the one of ``prometheus_client``: an emulated server counts every token, which takes 0.6 us
+    here and 4.8 us there.
+    """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
@@ -43,7 +46,7 @@ class Histogram:
         self.sum += value
 
     def quantile(self, share: float) -> float:
-        """Smallest bound with at least ``share`` of the values at or below it; inf: none has."""
+        """Return the smallest bound with at least ``share`` of all values up to it, or inf."""
         wanted = share * sum(self.counts)
         seen = 0
         for bound, number in zip(self.bounds, self.counts, strict=False):
@@ -51,6 +54,10 @@ class Histogram:
             if seen >= wanted:
                 return bound
         return float("inf")
+
+    def lines(self, name: str, labels: str) -> Iterator[str]:
+        """Yield its samples in Prometheus' text format."""
+        return histogram_lines(name, labels, self.bounds, self.counts, self.sum)
 
 
 class Meter:
@@ -95,7 +102,7 @@ class Meter:
         else:
             self.inter_token_s.observe((now - last_s) * self._time_scale)
 
-    def finished(self, job: "Job") -> None:
+    def finished(self, job: Job) -> None:
         """A request gave its last token."""
         assert job.scheduled_s is not None
         assert job.first_s is not None
@@ -121,75 +128,3 @@ class Meter:
     def aborted(self) -> None:
         """A request left because its client had gone."""
         self.success["abort"] += 1
-
-
-def page(replica: "EmulatedReplica", model: str, *, old_names: bool = False) -> bytes:
-    """Return the /metrics page; ``old_names``: the KV gauge as vLLM called it before 0.10."""
-    meter, config = replica.meter, replica.config
-    label = f'engine="0",model_name="{model}"'
-    lines: list[str] = []
-
-    def plain(
-        name: str, kind: str, about: str, values: Iterable[tuple[str, float]] | float
-    ) -> None:
-        lines.extend((f"# HELP vllm:{name} {about}", f"# TYPE vllm:{name} {kind}"))
-        for more, value in [("", values)] if isinstance(values, int | float) else values:
-            lines.append(f"vllm:{name}{{{label}{more}}} {float(value)}")
-
-    waiting = replica.waiting
-    plain("num_requests_running", "gauge", "Number of requests in model execution batches.",
-          replica.running)  # fmt: skip
-    plain("num_requests_waiting", "gauge", "Number of requests waiting to be processed.", waiting)
-    plain("num_requests_waiting_by_reason", "gauge", "Number of waiting requests by reason.",
-          [(',reason="capacity"', waiting), (',reason="deferred"', 0)])  # fmt: skip
-    gauge = "gpu_cache_usage_perc" if old_names else "kv_cache_usage_perc"
-    plain(gauge, "gauge", "KV-cache usage. 1 means 100 percent usage.", replica.kv_used)
-    computed = meter.prompt_tokens
-    for name, about, value in (
-        ("prefix_cache_queries", "Prefix cache queries, in terms of number of queried tokens.",
-         meter.queried_tokens),
-        ("prefix_cache_hits", "Prefix cache hits, in terms of number of cached tokens.",
-         meter.cached_tokens),
-        ("num_preemptions", "Cumulative number of preemption from the engine.",
-         replica.preemptions),
-        ("prompt_tokens", "Number of prefill tokens processed.", computed + meter.cached_tokens),
-        ("generation_tokens", "Number of generation tokens processed.", meter.generated_tokens),
-    ):  # fmt: skip
-        plain(f"{name}_total", "counter", about, value)
-    plain("request_success_total", "counter", "Count of successfully processed requests.",
-          [(f',finished_reason="{reason}"', k) for reason, k in meter.success.items()])  # fmt: skip
-    for name, about, histogram in (
-        ("iteration_tokens_total", "Number of tokens per engine_step.", meter.iteration_tokens),
-        ("request_prompt_tokens", "Number of prefill tokens processed.", meter.prompt_lengths),
-        ("request_generation_tokens", "Number of generation tokens processed.",
-         meter.output_lengths),
-        ("time_to_first_token_seconds", "Time to first token in seconds.", meter.ttft_s),
-        ("inter_token_latency_seconds", "Inter-token latency in seconds.", meter.inter_token_s),
-        ("request_time_per_output_token_seconds", "Time per output token per request.",
-         meter.tpot_s),
-        ("e2e_request_latency_seconds", "End-to-end request latency in seconds.", meter.e2e_s),
-        ("request_queue_time_seconds", "Time spent in WAITING phase.", meter.queue_s),
-        ("request_inference_time_seconds", "Time spent in RUNNING phase.", meter.inference_s),
-        ("request_prefill_time_seconds", "Time spent in PREFILL phase.", meter.prefill_s),
-        ("request_decode_time_seconds", "Time spent in DECODE phase.", meter.decode_s),
-        ("emulation_lag_seconds", "Real time by which tokens left late (emulated servers only).",
-         meter.lag_s),
-    ):  # fmt: skip
-        lines.extend((f"# HELP vllm:{name} {about}", f"# TYPE vllm:{name} histogram"))
-        lines.extend(_histogram_lines(name, label, histogram))
-    caching = config.scheduler == "vllm_v1" and config.prefix_caching
-    cache = (
-        f',block_size="{config.block_size}",enable_prefix_caching="{caching}",'
-        f'num_gpu_blocks="{config.num_blocks}"'
-    )
-    plain("cache_config_info", "gauge", "Information of the LLMEngine CacheConfig", [(cache, 1)])
-    return ("\n".join(lines) + "\n").encode()
-
-
-def _histogram_lines(name: str, label: str, histogram: Histogram) -> Iterable[str]:
-    total = 0
-    for bound, number in zip((*histogram.bounds, "+Inf"), histogram.counts, strict=True):
-        total += number
-        yield f'vllm:{name}_bucket{{{label},le="{bound}"}} {float(total)}'
-    yield f"vllm:{name}_count{{{label}}} {float(total)}"
-    yield f"vllm:{name}_sum{{{label}}} {histogram.sum}"

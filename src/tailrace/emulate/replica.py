@@ -6,44 +6,19 @@ busy machine can delay a token on its way out, but neither shift the next iterat
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import xxhash
 
 from tailrace.config import Replica
 from tailrace.emulate import tokenizer
 from tailrace.emulate.clock import Clock
+from tailrace.emulate.job import Job
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.timers import Handle
 from tailrace.sim.reference.blocks import BlockPool
 from tailrace.sim.reference.content import BlockId, Content
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.server import NEVER_S, Server
-
-
-@dataclass(slots=True, eq=False)
-class Job:
-    """A prompt on its way through a replica. Times are emulated seconds."""
-
-    request: Request
-    answer: bytes
-    """All tokens it will give, four bytes each."""
-    told: Callable[["Job", bool], None]
-    """Called with (job, whether it was the last) after every token."""
-    prompt_tokens: int
-    output_tokens: int
-    finish_reason: str
-    scheduled_s: float | None = None
-    first_s: float | None = None
-    last_s: float | None = None
-    cached_tokens: int = 0
-    aborted: bool = False
-
-    @property
-    def token(self) -> bytes:
-        """The latest token."""
-        end = self.request.generated * tokenizer.TOKEN_BYTES
-        return self.answer[end - tokenizer.TOKEN_BYTES : end]
 
 
 class LiveContent(Content):

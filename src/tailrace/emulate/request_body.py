@@ -1,4 +1,4 @@
-"""What a body asks an emulated server for."""
+"""Reading the bodies of generation requests."""
 
 import math
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from tailrace.emulate import tokenizer
-from tailrace.emulate.http import ApiError
+from tailrace.emulate.connection import ApiError
 
 OUTPUT_HEADER = b"x-emulate-output-tokens"
 OUTPUT_FIELD = "emulate_output_tokens"
@@ -20,12 +20,13 @@ MEDIAN_OUTPUT, OUTPUT_SIGMA = 128.0, 0.8
 
 
 @dataclass(slots=True)
-class Asked:
-    """One prompt and the answer it will get."""
+class GenerationRequest:
+    """One prompt and the output it will get."""
 
     chat: bool
     prompt: bytes
     answer: bytes
+    """All tokens of the output, four bytes each."""
     finish_reason: str
     streams: bool
     include_usage: bool
@@ -45,7 +46,7 @@ class Served:
 
 def read_generation(
     body: Mapping[str, Any], headers: Mapping[bytes, bytes], served: Served, *, chat: bool
-) -> Asked:
+) -> GenerationRequest:
     """Understand a body of /v1/chat/completions or /v1/completions, or raise ApiError."""
     check_model(body, served)
     if body.get("n") not in (None, 1):
@@ -54,7 +55,7 @@ def read_generation(
     key = xxhash.xxh3_64_intdigest(prompt, served.seed)
     output, reason = _output(body, headers, served, tokenizer.count(prompt), key, chat=chat)
     options = body.get("stream_options")
-    return Asked(
+    return GenerationRequest(
         chat=chat,
         prompt=prompt,
         answer=tokenizer.words(key, 0, output),

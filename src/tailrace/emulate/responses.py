@@ -1,14 +1,18 @@
-"""Answers in vLLM's form, as bytes: events of a stream, and replies in one piece."""
+"""Responses in vLLM's form, as bytes: event streams, and responses in one piece."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 
 from tailrace.emulate import tokenizer
-from tailrace.emulate.http import LAST_CHUNK, Connection
-from tailrace.emulate.replica import Job
-from tailrace.emulate.request_body import Asked, Served
+from tailrace.emulate.connection import EmulatedConnection
+from tailrace.emulate.job import Job
+from tailrace.emulate.replica import EmulatedReplica
+from tailrace.emulate.request_body import GenerationRequest, Served
+from tailrace.net.framing import chunk
+from tailrace.net.heads import RequestHead
 
 _DONE = b"data: [DONE]\n\n"
 _MARK = "\x00"
@@ -16,7 +20,7 @@ _FINGERPRINT = "vllm-emulated"
 
 
 def usage(job: Job) -> dict[str, Any]:
-    """Return what an answer used, in tokens."""
+    """Return the token counts of a response."""
     given = job.request.generated
     return {
         "prompt_tokens": job.prompt_tokens,
@@ -26,20 +30,68 @@ def usage(job: Job) -> dict[str, Any]:
     }
 
 
-class Streamed:
-    """An answer as a stream of events: one per token, or one for the first and for so many each."""
+class Generation:
+    """A response that is being generated; its job is aborted when the client disconnects."""
 
     def __init__(
-        self, connection: Connection, asked: Asked, answer_id: str, served: Served
+        self,
+        client: EmulatedConnection,
+        head: RequestHead,
+        asked: GenerationRequest,
+        response_id: str,
+        served: Served,
     ) -> None:
-        self._connection = connection
+        self._client = client
+        self._head = head
         self._asked = asked
+        kind = self.kinds[asked.chat]
+        self._about = {
+            "id": response_id, "object": kind, "created": int(time.time()), "model": served.model
+        }  # fmt: skip
+        self._abort: Callable[[], None] = lambda: None
+
+    kinds = ("text_completion", "chat.completion")
+    """The ``object`` field of a response to a completion and to a chat."""
+
+    def submit(self, replica: EmulatedReplica) -> None:
+        """Start generating."""
+        asked = self._asked
+        job = replica.submit(asked.prompt, asked.answer, self.told, asked.finish_reason)
+        self._abort = lambda: replica.abort(job)
+
+    def told(self, job: Job, is_last: bool) -> None:
+        """Take in the latest token."""
+        raise NotImplementedError
+
+    def client_gone(self) -> None:
+        """Stop generating: the client has disconnected."""
+        self._abort()
+
+    def client_slow(self) -> None:
+        """Nothing stops: like vLLM, an emulated server buffers for slow clients."""
+
+    def client_ready(self) -> None:
+        """Nothing was stopped."""
+
+
+class Streamed(Generation):
+    """A response as an event stream: one event per token, or several tokens after the first."""
+
+    kinds = ("text_completion", "chat.completion.chunk")
+
+    def __init__(
+        self,
+        client: EmulatedConnection,
+        head: RequestHead,
+        asked: GenerationRequest,
+        response_id: str,
+        served: Served,
+    ) -> None:
+        super().__init__(client, head, asked, response_id, served)
         self._merged, self._held = served.tokens_per_event, b""
-        model = served.model
-        kind = "chat.completion.chunk" if asked.chat else "text_completion"
-        self._about = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
-        # Like vLLM, which says that all is well before it begins to work.
-        self._framed = connection.start_stream()
+        self._framed = not head.http10
+        # Like vLLM, which sends status 200 before it begins to work.
+        client.start_stream(head)
         # Only the token differs between events, so the rest is made once.
         before, _, after = self._event(_MARK, None).partition(_MARK.encode())
         length = len(before) + len(after) + tokenizer.TOKEN_BYTES
@@ -61,20 +113,17 @@ class Streamed:
                     return
                 parts.append(self._frame(self._event(self._held.decode(), None)))
                 self._held = b""
-            self._connection.write(parts[0] if len(parts) == 1 else b"".join(parts))
+            self._client.write(parts[0] if len(parts) == 1 else b"".join(parts))
             return
         text = (self._held + job.token).decode()
         parts.append(self._frame(self._event(text, self._asked.finish_reason)))
         if self._asked.include_usage:
             parts.append(self._frame(_data(self._about | {"choices": [], "usage": usage(job)})))
         parts.append(self._frame(_DONE))
-        if self._framed:
-            parts.append(LAST_CHUNK)
-        self._connection.write(b"".join(parts))
-        self._connection.finish()
+        self._client.end_stream(self._head, b"".join(parts))
 
     def _frame(self, event: bytes) -> bytes:
-        return b"%x\r\n%b\r\n" % (len(event), event) if self._framed else event
+        return chunk(event) if self._framed else event
 
     def _role_event(self) -> bytes:
         delta = {"role": "assistant", "content": ""}
@@ -94,17 +143,8 @@ class Streamed:
         return _data(self._about | {"choices": [choice]}).replace(b"\\u0001", token.encode())
 
 
-class Whole:
-    """An answer in one piece."""
-
-    def __init__(
-        self, connection: Connection, asked: Asked, answer_id: str, served: Served
-    ) -> None:
-        self._connection = connection
-        self._asked = asked
-        model = served.model
-        kind = "chat.completion" if asked.chat else "text_completion"
-        self._about = {"id": answer_id, "object": kind, "created": int(time.time()), "model": model}
+class Whole(Generation):
+    """A response in one piece."""
 
     def told(self, job: Job, is_last: bool) -> None:
         """Reply after the last token."""
@@ -122,7 +162,8 @@ class Whole:
             "stop_reason": None,
         }
         body = self._about | {"choices": [choice], "usage": usage(job)}
-        self._connection.reply(200, orjson.dumps(body | {"system_fingerprint": _FINGERPRINT}))
+        body["system_fingerprint"] = _FINGERPRINT
+        self._client.reply_json(self._head, body)
 
 
 def _data(value: Any) -> bytes:

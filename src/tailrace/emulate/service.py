@@ -1,4 +1,4 @@
-"""What an emulated replica answers to each path."""
+"""The HTTP API of an emulated replica."""
 
 import itertools
 import time
@@ -9,13 +9,14 @@ import numpy as np
 import xxhash
 
 from tailrace.config import Replica
-from tailrace.emulate import metrics, tokenizer
+from tailrace.emulate import metrics_page, tokenizer
+from tailrace.emulate.connection import ApiError, EmulatedConnection, Listener, read_object
 from tailrace.emulate.faults import Fault
-from tailrace.emulate.http import ApiError, Connection, HttpRequest, read_object
-from tailrace.emulate.replica import EmulatedReplica, Job
+from tailrace.emulate.replica import EmulatedReplica
 from tailrace.emulate.request_body import Served, check_model, completion_prompt, read_generation
 from tailrace.emulate.responses import Streamed, Whole
 from tailrace.errors import TailraceError
+from tailrace.net.server import HttpRequest, Work
 from tailrace.sim.feasibility import check_requests
 from tailrace.workload.table import RequestTable
 
@@ -23,76 +24,52 @@ VERSION = "0.32.0+emulated"
 EMBEDDING_SIZE = 8
 _GARBAGE = b"\x16\x03\x01\x00\xffthis is not HTTP\r\n\x00\xfe\r\n\r\n"
 
-_Answer = Callable[["Service", Connection, HttpRequest], None]
+_Handler = Callable[["EmulatedService", EmulatedConnection, HttpRequest], Work | None]
 
 
-class Service:
+class EmulatedService(Listener):
     """Speaks vLLM's HTTP for one replica. ``fault``: what is wrong with it at present."""
 
     def __init__(self, replica: EmulatedReplica, served: Served, *, old_names: bool) -> None:
+        super().__init__()
         self.replica = replica
         self.fault: Fault | None = None
-        self.connections: dict[Connection, Job | None] = {}
         self._served = served
         self._old_names = old_names
         self._ids = itertools.count()
 
-    # ---- connections ----------------------------------------------------------------------------
-
-    def opened(self, connection: Connection) -> None:
-        """A client has connected."""
-        self.connections[connection] = None
-
-    def closed(self, connection: Connection) -> None:
-        """A client has gone: what it waits for is not worked on any more."""
-        job = self.connections.pop(connection, None)
-        if job is not None:
-            self.replica.abort(job)
-
-    def drop_all(self) -> None:
-        """Close all connections at once."""
-        for connection in list(self.connections):
-            connection.abort()
-
-    # ---- requests -------------------------------------------------------------------------------
-
-    def handle(self, connection: Connection, request: HttpRequest) -> None:
-        """Answer a request as its path and the present fault say."""
+    def respond(self, client: EmulatedConnection, request: HttpRequest) -> Work | None:
+        """Respond as the path and the present fault say."""
         kind = self.fault.kind if self.fault is not None else ""
         if kind == "hang":
-            return
+            return None
         if kind == "garbage":
-            connection.write(_GARBAGE)
-            connection.close()
-            return
-        if kind == "error" and self.fault is not None and request.path != "/metrics":
+            client.write(_GARBAGE)
+            client.end(keep=False)
+            return None
+        if kind == "error" and self.fault is not None and request.path != b"/metrics":
             raise ApiError(self.fault.status, "emulated failure", "InternalServerError")
         methods = _ROUTES.get(request.path)
         if methods is None:
-            connection.reply(404, b'{"detail":"Not Found"}')
-        elif request.method not in methods:
-            connection.reply(405, b'{"detail":"Method Not Allowed"}')
-        else:
-            methods[request.method](self, connection, request)
+            client.reply(request.head, 404, b'{"detail":"Not Found"}')
+            return None
+        handler = methods.get(request.head.method)
+        if handler is None:
+            client.reply(request.head, 405, b'{"detail":"Method Not Allowed"}')
+            return None
+        return handler(self, client, request)
 
-    def _generate(self, connection: Connection, request: HttpRequest, *, chat: bool) -> None:
+    def _generate(self, client: EmulatedConnection, request: HttpRequest, *, chat: bool) -> Work:
         body = read_object(request.body)
-        asked = read_generation(body, request.headers, self._served, chat=chat)
+        asked = read_generation(body, request.head.lower, self._served, chat=chat)
         prefix = "chatcmpl" if chat else "cmpl"
-        answer_id = f"{prefix}-{self.replica.number:02x}{next(self._ids):014x}"
+        response_id = f"{prefix}-{self.replica.number:02x}{next(self._ids):014x}"
         form = Streamed if asked.streams else Whole
-        answer = form(connection, asked, answer_id, self._served)
+        generation = form(client, request.head, asked, response_id, self._served)
+        generation.submit(self.replica)
+        return generation
 
-        def told(job: Job, is_last: bool) -> None:
-            if is_last:
-                self.connections[connection] = None
-            answer.told(job, is_last)
-
-        self.connections[connection] = self.replica.submit(
-            asked.prompt, asked.answer, told, asked.finish_reason
-        )
-
-    def _embed(self, connection: Connection, request: HttpRequest) -> None:
+    def _embed(self, client: EmulatedConnection, request: HttpRequest) -> None:
         body = read_object(request.body)
         check_model(body, self._served)
         given = body.get("input")
@@ -104,29 +81,27 @@ class Service:
         ]
         tokens = sum(map(tokenizer.count, prompts))
         used = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-        connection.reply_json(
+        client.reply_json(
+            request.head,
             {"id": f"embd-{next(self._ids):016x}", "object": "list", "created": int(time.time()),
              "model": self._served.model, "data": data, "usage": used}
         )  # fmt: skip
 
-    def _models(self, connection: Connection, request: HttpRequest) -> None:
-        del request
+    def _models(self, client: EmulatedConnection, request: HttpRequest) -> None:
         about = {
             "id": self._served.model, "object": "model", "created": int(time.time()),
             "owned_by": "vllm", "root": self._served.model, "parent": None,
             "max_model_len": self._served.max_model_len, "permission": [],
         }  # fmt: skip
-        connection.reply_json({"object": "list", "data": [about]})
+        client.reply_json(request.head, {"object": "list", "data": [about]})
 
-    def _health(self, connection: Connection, request: HttpRequest) -> None:
-        del request
-        connection.reply(200, b"")
+    def _health(self, client: EmulatedConnection, request: HttpRequest) -> None:
+        client.reply(request.head, 200, b"")
 
-    def _version(self, connection: Connection, request: HttpRequest) -> None:
-        del request
-        connection.reply_json({"version": VERSION})
+    def _version(self, client: EmulatedConnection, request: HttpRequest) -> None:
+        client.reply_json(request.head, {"version": VERSION})
 
-    def _tokenize(self, connection: Connection, request: HttpRequest) -> None:
+    def _tokenize(self, client: EmulatedConnection, request: HttpRequest) -> None:
         body = read_object(request.body)
         check_model(body, self._served)
         if isinstance(body.get("messages"), list):
@@ -141,38 +116,38 @@ class Service:
             tokens = tokenizer.text_tokens(body["prompt"])
         else:
             raise ApiError(400, "prompt must be a text, or messages a list")
-        connection.reply_json(
+        client.reply_json(
+            request.head,
             {"count": tokenizer.count(tokens), "max_model_len": self._served.max_model_len,
              "tokens": tokenizer.token_ids(tokens), "token_strs": None}
         )  # fmt: skip
 
-    def _detokenize(self, connection: Connection, request: HttpRequest) -> None:
+    def _detokenize(self, client: EmulatedConnection, request: HttpRequest) -> None:
         body = read_object(request.body)
         ids = body.get("tokens")
         try:
             tokens = tokenizer.from_ids(ids if isinstance(ids, list) else [ids])
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        connection.reply_json({"prompt": tokenizer.decode(tokens)})
+        client.reply_json(request.head, {"prompt": tokenizer.decode(tokens)})
 
-    def _metrics(self, connection: Connection, request: HttpRequest) -> None:
-        del request
+    def _metrics(self, client: EmulatedConnection, request: HttpRequest) -> None:
         self.replica.catch_up()
-        page = metrics.page(self.replica, self._served.model, old_names=self._old_names)
-        connection.reply(200, page, "text/plain; version=0.0.4; charset=utf-8")
+        page = metrics_page.page(self.replica, self._served.model, old_names=self._old_names)
+        client.reply(request.head, 200, page, b"text/plain; version=0.0.4; charset=utf-8")
 
 
-_ROUTES: dict[str, dict[str, _Answer]] = {
-    "/v1/chat/completions": {"POST": partial(Service._generate, chat=True)},
-    "/v1/completions": {"POST": partial(Service._generate, chat=False)},
-    "/v1/embeddings": {"POST": Service._embed},
-    "/v1/models": {"GET": Service._models},
-    "/health": {"GET": Service._health},
-    "/ping": {"GET": Service._health, "POST": Service._health},
-    "/version": {"GET": Service._version},
-    "/tokenize": {"POST": Service._tokenize},
-    "/detokenize": {"POST": Service._detokenize},
-    "/metrics": {"GET": Service._metrics},
+_ROUTES: dict[bytes, dict[bytes, _Handler]] = {
+    b"/v1/chat/completions": {b"POST": partial(EmulatedService._generate, chat=True)},
+    b"/v1/completions": {b"POST": partial(EmulatedService._generate, chat=False)},
+    b"/v1/embeddings": {b"POST": EmulatedService._embed},
+    b"/v1/models": {b"GET": EmulatedService._models},
+    b"/health": {b"GET": EmulatedService._health},
+    b"/ping": {b"GET": EmulatedService._health, b"POST": EmulatedService._health},
+    b"/version": {b"GET": EmulatedService._version},
+    b"/tokenize": {b"POST": EmulatedService._tokenize},
+    b"/detokenize": {b"POST": EmulatedService._detokenize},
+    b"/metrics": {b"GET": EmulatedService._metrics},
 }
 
 

@@ -6,6 +6,7 @@ No coroutine stands between a request and its answer: a connection calls its sin
 import asyncio
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -24,6 +25,11 @@ MAX_HEAD_BYTES = 65_536
 JOIN_BYTES = 16_384
 #: Largest answer to the router's own questions (metrics, tokenizer, probes), in bytes.
 MAX_FETCH_BYTES = 16 * 2**20
+#: A kept connection that is lost this soon after a request was sent on it was closed before, s.
+STALE_S = 0.1
+#: Reported when a connection ends before its response does.
+CLOSED = "the connection was closed by the backend"
+_CONNECT_TIMEOUT = "no connection within"
 
 
 class Sink(Protocol):
@@ -129,7 +135,7 @@ class UpstreamConnection(asyncio.Protocol):
         if exc is None and isinstance(self.reader, CloseReader):
             sink.body(b"", [], True)
             return
-        sink.failed("the connection was closed by the backend", connecting=False)
+        sink.failed(CLOSED, connecting=False)
 
     def _read_head(self, data: bytes, sink: Sink) -> None:
         last = self.pool.heads.last
@@ -233,55 +239,157 @@ class FetchError(OSError):
         """There was no answer in time."""
 
 
-class _Fetch:
-    """Collects an answer for :meth:`Pool.fetch`."""
+def failure_kind(why: str, *, connecting: bool) -> str:
+    """Return the kind of a failure that :meth:`Sink.failed` reports, for counting."""
+    if connecting:
+        return "connect timeout" if why.startswith(_CONNECT_TIMEOUT) else "connect"
+    return "disconnected" if why == CLOSED else "malformed"
 
-    def __init__(self, future: "asyncio.Future[Response]", send: tuple[bytes, bytes, bytes]):
-        self._future = future
-        self._send = send
-        self._head: ResponseHead | None = None
-        self._parts: list[bytes] = []
-        self._bytes = 0
-        self.connection: UpstreamConnection | None = None
+
+class Call:
+    """One request of this process and its response, without a task or a timer.
+
+    Subclasses override ``began``, ``received``, ``ended`` and ``broken``; exactly one of the last
+    two is called, as the last. A request that went out on a kept connection which the server was
+    just closing is sent again, once, on a new one.
+    """
+
+    __slots__ = ("_body", "_connection", "_head", "_heard", "_method", "_pool", "_sent_s", "over")
+
+    def __init__(self, pool: "Pool", method: bytes, head: bytes, body: bytes) -> None:
+        """``head``: the whole request head, see :meth:`Pool.head`."""
+        self._pool = pool
+        self._method, self._head, self._body = method, head, body
+        self._connection: UpstreamConnection | None = None
+        self._sent_s = 0.0
+        self._heard = False
+        self.over = False
+
+    def start(self, *, fresh: bool = False) -> None:
+        """Send the request; ``fresh``: on a new connection in any case."""
+        connection = self._pool.acquire(self, fresh=fresh)
+        if connection is not None:
+            self.connected(connection)
+
+    def cancel(self) -> None:
+        """Break off without a further call."""
+        self.over = True
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.sink is self:
+            connection.abort()
+
+    def began(self, head: ResponseHead) -> None:
+        """Take the head of the response."""
+
+    def received(self, data: bytes) -> None:
+        """Take a part of the body."""
+
+    def ended(self) -> None:
+        """Take note that the response is complete."""
+
+    def broken(self, why: str, *, connecting: bool) -> None:
+        """Take note that there will be no complete response."""
+
+    # Called by the connection.
 
     def connected(self, connection: UpstreamConnection) -> bool:
-        if self._future.done():
+        """Send the request on a connection; False: not wanted any more."""
+        if self.over:
             return False
-        self.connection = connection
-        connection.send(self, *self._send)
+        self._connection = connection
+        self._sent_s = time.monotonic()
+        connection.send(self, self._method, self._head, self._body)
         return True
 
     def failed(self, why: str, *, connecting: bool) -> None:
-        if not self._future.done():
-            self._future.set_exception(FetchError(why, connecting=connecting))
+        """Send again if the connection was stale, else report the failure."""
+        if self.over:
+            return
+        connection, self._connection = self._connection, None
+        stale = connection is not None and connection.reused and not self._heard
+        if stale and time.monotonic() - self._sent_s < STALE_S:
+            self.start(fresh=True)
+            return
+        self.over = True
+        self.broken(why, connecting=connecting)
 
     def head(self, head: ResponseHead) -> None:
-        self._head = head
+        """Report the head."""
+        self._heard = True
+        self.began(head)
 
     def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
+        """Report parts of the body, and its end."""
         del raw
-        self._parts += parts
-        self._bytes += sum(map(len, parts))
-        assert self._head is not None
-        if self._bytes > MAX_FETCH_BYTES:
-            if self.connection is not None:
-                self.connection.abort()
-            self.failed("the answer is too long", connecting=False)
-        elif done and not self._future.done():
-            head = self._head
-            self._future.set_result(Response(head.status, head.lower, b"".join(self._parts)))
+        for part in parts:
+            self.received(part)
+        if done and not self.over:
+            self.over = True
+            self._connection = None
+            self.ended()
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
-        self._head = head
+        """Report a response that came in one piece."""
+        self.head(head)
         self.body(body, [body], True)
+
+
+class _Fetch(Call):
+    """Collects a response for :meth:`Pool.fetch`."""
+
+    def __init__(self, pool: "Pool", method: bytes, head: bytes, body: bytes) -> None:
+        super().__init__(pool, method, head, body)
+        self.future: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._response = Response(0, {}, b"")
+        self._parts: list[bytes] = []
+        self._bytes = 0
+
+    def began(self, head: ResponseHead) -> None:
+        self._response.status, self._response.headers = head.status, head.lower
+
+    def received(self, data: bytes) -> None:
+        self._parts.append(data)
+        self._bytes += len(data)
+        if self._bytes > MAX_FETCH_BYTES and not self.over:
+            self.cancel()
+            self.broken("the answer is too long", connecting=False)
+
+    def ended(self) -> None:
+        self._response.body = b"".join(self._parts)
+        if not self.future.done():
+            self.future.set_result(self._response)
+
+    def broken(self, why: str, *, connecting: bool) -> None:
+        if not self.future.done():
+            self.future.set_exception(FetchError(why, connecting=connecting))
 
 
 class Pool:
     """All connections to one backend."""
 
-    def __init__(self, origin: Origin, *, connect_s: float, api_key: str | None = None) -> None:
-        """``api_key``: sent as a bearer token, in place of any other Authorization."""
+    def __init__(
+        self,
+        origin: Origin,
+        *,
+        connect_s: float,
+        api_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        max_idle: int = MAX_IDLE,
+    ) -> None:
+        """``api_key``: sent as a bearer token, in place of any other Authorization.
+
+        ``headers``: sent with every request of this process (not with those that are passed on).
+        ``max_idle``: connections kept for later requests.
+        """
         self.origin = origin
+        self.made = 0
+        """Connections made so far."""
+        self._headers = dict(headers or {})
+        self._lines = b"".join(
+            b"%b: %b\r\n" % (name.encode("latin-1", "replace"), value.encode("latin-1", "replace"))
+            for name, value in self._headers.items()
+        )
+        self._max_idle = max_idle
         self.heads = ResponseHeadCache()
         self._connect_s = connect_s
         self._idle: list[UpstreamConnection] = []
@@ -304,6 +412,12 @@ class Pool:
             request, self._host, self._prefix, body_bytes, request_id, self._authorization
         )
 
+    def head(self, method: bytes, path: bytes, body_bytes: int, lines: bytes = b"") -> bytes:
+        """Build the head of a request of this process; ``lines``: headers, each ended by CRLF."""
+        return b"%b %b%b HTTP/1.1\r\nhost: %b\r\n%b%bcontent-length: %d\r\n\r\n" % (
+            method, self._prefix, path, self._host, self._lines, lines, body_bytes,
+        )  # fmt: skip
+
     def acquire(self, sink: Sink, *, fresh: bool = False) -> UpstreamConnection | None:
         """Return an idle connection, or None: the sink's ``connected`` or ``failed`` is called.
 
@@ -323,7 +437,7 @@ class Pool:
 
     def release(self, connection: UpstreamConnection) -> None:
         """Take back a connection whose exchange is complete."""
-        if self._closed or len(self._idle) >= MAX_IDLE:
+        if self._closed or len(self._idle) >= self._max_idle:
             connection._close()
             return
         connection.idle_since = time.monotonic()
@@ -368,24 +482,20 @@ class Pool:
         """Ask the backend something on the router's own behalf; raise ``FetchError``."""
         request = RequestHead()
         request.method, request.target = method.encode(), path.encode()
-        request.headers = [(k.encode(), v.encode()) for k, v in (headers or {}).items()]
+        given = self._headers | (headers or {})
+        request.headers = [(k.encode(), v.encode()) for k, v in given.items()]
         request.lower = {k.lower(): v for k, v in request.headers}
         head = self.request_head(request, len(body), b"tailrace")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Response] = loop.create_future()
-        fetch = _Fetch(future, (request.method, head, body))
+        call = _Fetch(self, request.method, head, body)
         # A probe must not fail because an idle connection was just being closed.
-        connection = self.acquire(fetch, fresh=True)
-        if connection is not None:
-            fetch.connected(connection)
+        call.start(fresh=True)
         try:
             async with asyncio.timeout(timeout_s):
-                return await future
+                return await call.future
         except TimeoutError:
             raise FetchError(f"no answer within {timeout_s:g} s", late=True) from None
         finally:
-            if fetch.connection is not None and fetch.connection.sink is fetch:
-                fetch.connection.abort()
+            call.cancel()
 
     async def _connect(self, sink: Sink) -> None:
         loop = asyncio.get_running_loop()
@@ -396,11 +506,12 @@ class Pool:
                     lambda: UpstreamConnection(self), host, port, ssl=self._ssl
                 )
         except TimeoutError:
-            sink.failed(f"no connection within {self._connect_s:g} s", connecting=True)
+            sink.failed(f"{_CONNECT_TIMEOUT} {self._connect_s:g} s", connecting=True)
             return
         except OSError as error:
             sink.failed(f"cannot connect: {error.strerror or error}", connecting=True)
             return
         self._open.add(connection)
+        self.made += 1
         if not sink.connected(connection):
             self.release(connection)

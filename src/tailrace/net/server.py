@@ -11,7 +11,13 @@ from typing import Protocol, cast
 
 import orjson
 
-from tailrace.net.framing import BodyReader, BrokenMessageError, ChunkedReader, LengthReader
+from tailrace.net.framing import (
+    BodyReader,
+    BrokenMessageError,
+    ChunkedReader,
+    LengthReader,
+    is_token,
+)
 from tailrace.net.head_cache import RequestHeadCache, length_in
 from tailrace.net.heads import RefusedError, RequestHead, build_response
 from tailrace.net.limits import ConnectionLimits
@@ -81,6 +87,9 @@ class ClientConnection(asyncio.Protocol):
                  "_reader", "_reading", "_service", "_stalled_at", "_transport", "_work",
                  "busy")  # fmt: skip
 
+    internal_error = "internal error of the router"
+    """Message of the response to a request that could not be handled."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
         self._transport: asyncio.Transport | None = None
@@ -130,6 +139,7 @@ class ClientConnection(asyncio.Protocol):
         """Cut the connection: the client shall see that its answer is not complete."""
         self.busy = False
         self._work = None
+        self._ahead = b""
         if self._transport is not None:
             self._transport.abort()
 
@@ -145,6 +155,11 @@ class ClientConnection(asyncio.Protocol):
         self._closing = True
         if not self.busy and self._transport is not None:
             self._transport.close()
+
+    @property
+    def has_next(self) -> bool:
+        """Whether :meth:`end` would handle another request before it returns."""
+        return bool(self._ahead) and not self._reading
 
     @property
     def closing(self) -> bool:
@@ -255,6 +270,8 @@ class ClientConnection(asyncio.Protocol):
                 raise RefusedError(431, "the request head is too long")
             if b"\n\n" in data or b"\0" in data:
                 raise RefusedError(400, "malformed request")
+            if data not in (b"", b"\r") and not is_token(data[:1]):
+                raise RefusedError(400, "malformed request")  # TLS, for instance
             self._ahead = data
             return b""
         if end > limits.header_bytes:
@@ -310,7 +327,7 @@ class ClientConnection(asyncio.Protocol):
             work = self._service.handle(HttpRequest(head, body, self))
         except Exception:
             _log.exception("a request was not handled")
-            self.respond(head, 500, error_body(500, "internal error of the router"), keep=False)
+            self.respond(head, 500, self.error_body(500, self.internal_error), keep=False)
             return
         if self.busy:
             self._work = work
@@ -340,6 +357,10 @@ class ClientConnection(asyncio.Protocol):
         )
         self.end(keep=keep)
 
+    def error_body(self, status: int, why: str) -> bytes:
+        """Build the body of an error that is found here."""
+        return error_body(status, why)
+
     def _refuse(self, status: int, why: str, extra: bytes = b"") -> None:
         """Say why, and read no more: where this request ends is not known."""
         self._service.refused(status, why)
@@ -350,7 +371,7 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        body = error_body(status, why)
+        body = self.error_body(status, why)
         transport.write(build_response(status, body, keep_alive=False, extra=extra))
         # Closing now, with bytes unread, would make the kernel throw the answer away.
         if transport.can_write_eof():

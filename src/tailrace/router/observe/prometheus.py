@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from tailrace import __version__
+from tailrace.net.prometheus_text import histogram_lines
 from tailrace.router.observe.metrics import CounterFamily, HistogramFamily, Labels, Metrics
 from tailrace.router.observe.snapshot import BREAKER_STATES, BackendSnapshot, RouterSnapshot
 
@@ -146,15 +147,10 @@ def _histogram(family: HistogramFamily, names: list[str]) -> str:
             counts, total = [a + b for a, b in zip(before, counts, strict=True)], sum_before + total
         rows[labels] = counts, total
     name = f"tailrace_{family.name}_seconds"
-    lines = [f"# HELP {name} {family.text}\n# TYPE {name} histogram\n"]
+    lines = [f"# HELP {name} {family.text}", f"# TYPE {name} histogram"]
     for labels, (counts, total) in rows.items():
-        comma, all_labels, seen = "," if labels else "", f"{{{labels}}}" if labels else "", 0
-        for bound, count in zip((*family.bounds, "+Inf"), counts, strict=True):
-            seen += count
-            lines.append(f'{name}_bucket{{{labels}{comma}le="{bound}"}} {seen}\n')
-        lines.append(f"{name}_sum{all_labels} {total}\n")
-        lines.append(f"{name}_count{all_labels} {seen}\n")
-    return "".join(lines)
+        lines.extend(histogram_lines(name, labels, family.bounds, counts, total))
+    return "\n".join(lines) + "\n"
 
 
 def _escaped(value: str) -> str:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tailrace.bench.stream import Answer
+from tailrace.net.sse import StreamedResponse
 
 
 def event(**value):
@@ -30,7 +30,7 @@ STREAM = token(" the") + token("") + token(" end\n\ndata: x") + USAGE + b"data: 
 
 
 def read(*parts, code=200, keep_text=False):
-    answer = Answer(itertools.count(1).__next__, keep_text=keep_text)
+    answer = StreamedResponse(itertools.count(1).__next__, keep_text=keep_text)
     answer.code = code
     for part in parts:
         answer.feed(part)

@@ -1,4 +1,4 @@
-"""Reading a streamed answer: when its tokens came, how many, and what the server says it used."""
+"""Reads streamed responses (server-sent events): times of tokens, their number, and the usage."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +9,8 @@ _DATA = b"data:"
 _DONE = b"[DONE]"
 
 
-class Answer:
-    """One streamed answer. Times are those of ``clock`` in seconds.
+class StreamedResponse:
+    """One response of an OpenAI endpoint as a stream. Times are those of ``clock`` in seconds.
 
     Events are parsed only as far as needed: until the first token, those that may hold the usage
     or an error, and all of them if the text is wanted.
@@ -40,7 +40,7 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """The answer, if it was kept."""
+        """The text, if it was kept."""
         return "".join(self._texts or ())
 
     def failure(self) -> str | None:

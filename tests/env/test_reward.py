@@ -1,10 +1,13 @@
 """Every term of the reward, with known answers."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from tailrace.config import Cluster, Replica, Scenario, Workload, parse
+from tailrace.config import Cluster, CostModel, Replica, Scenario, Workload, parse
 from tailrace.env.reward import Reward, RewardSettings
+from tailrace.env.single_env import RouterEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
 from tailrace.sim import cost_accounts
@@ -124,3 +127,66 @@ def test_a_restart_forgets_the_past() -> None:
 def test_settings_that_make_no_sense(settings, message) -> None:
     with pytest.raises(TailraceError, match=message):
         parse(RewardSettings, settings)
+
+
+# ---- curves of the first token, by hand ---------------------------------------------------------
+
+#: Every request below waits this long: one iteration of 10 ms + 300 tokens of 0.1 ms each.
+TTFT_S = 0.040
+
+
+def lone_requests(folder: Path, ttft_slo_s: float) -> Scenario:
+    """One replica and three requests so far apart that none waits for another."""
+    path = folder / "requests.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n0,300,2\n10,300,2\n20,300,2\n")
+    cost = CostModel(base_ms=10.0, per_token_ms=0.1)
+    return Scenario(
+        cluster=Cluster(replicas=(Replica(cost=cost, num_blocks=3000),)),
+        workload=Workload(name=str(path), requests=3, arrivals="trace", ttft_slo_s=ttft_slo_s),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ttft_slo_s", "settings", "penalty"),
+    [
+        (0.040, {}, 0.5),  # at the target, where the curve is centred
+        (0.040, {"soft_centre": 0.5, "soft_scale": 0.5}, 0.7310585786300049),  # 1 / (1 + e^-1)
+        (0.040, {"soft_centre": 2.0, "soft_scale": 0.5}, 0.1192029220221176),  # 1 / (1 + e^2)
+        (0.020, {"soft_scale": 0.5}, 0.8807970779778823),  # 1 / (1 + e^-2)
+        (0.001, {}, 1.0),
+        (10.0, {"soft_scale": 0.01}, 0.0),
+    ],
+)
+def test_the_logistic_penalty_of_a_known_wait(tmp_path, ttft_slo_s, settings, penalty) -> None:
+    rewards, terms = lone(tmp_path, ttft_slo_s, "soft_late", 3.0, settings)
+    assert terms == pytest.approx([penalty] * 2, abs=1e-12)
+    assert rewards == pytest.approx([-3.0 * penalty] * 2, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("ttft_slo_s", "settings", "bonus"),
+    [
+        (0.160, {}, 0.5),  # half of the 0.08 s below which there is a bonus
+        (0.400, {}, 0.8),
+        (0.050, {"early_share": 1.0}, 0.2),
+        (0.160, {"early_share": 0.25}, 0.0),  # just at the share
+        (0.010, {}, 0.0),  # late: no bonus, and no penalty either
+    ],
+)
+def test_the_bonus_for_a_known_wait(tmp_path, ttft_slo_s, settings, bonus) -> None:
+    rewards, terms = lone(tmp_path, ttft_slo_s, "early", 2.0, settings)
+    assert terms == pytest.approx([bonus] * 2, abs=1e-12)
+    assert rewards == pytest.approx([2.0 * bonus] * 2, abs=1e-12)
+
+
+def lone(
+    folder: Path, ttft_slo_s: float, term: str, weight: float, settings: dict[str, float]
+) -> tuple[list[float], list[float]]:
+    """Play lone requests with one term only; returns rewards and that term, step by step."""
+    only = {"e2e": 0.0, "ttft": 0.0, "late": 0.0, term: weight, **settings}
+    env = RouterEnv(lone_requests(folder, ttft_slo_s), decisions=3, reward=only)
+    env.reset(seed=1)
+    steps = [env.step(0) for _ in range(2)]
+    infos = [step[4]["terms"] for step in steps]
+    assert [info["ttft_s"] for info in infos] == pytest.approx([TTFT_S] * 2)
+    return [step[1] for step in steps], [info[term] for info in infos]

@@ -52,7 +52,7 @@ def test_workloads_come_back(suffix: str, name: str, tmp_path: Path) -> None:
 def test_many_batches_come_back(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_file, "_ROWS_PER_BATCH", 7)
+    monkeypatch.setattr(request_file, "ROWS_PER_BATCH", 7)
     table = library.make("agents", 100, None, 1)
     path = tmp_path / f"requests{suffix}"
     traces.write(table, path)

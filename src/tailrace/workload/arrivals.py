@@ -28,7 +28,7 @@ Block = tuple[Floats, Floats]
 
 
 class ArrivalProcess(Protocol):
-    """Anything that can make arrival times."""
+    """A source of arrival times."""
 
     def times(self, rate_rps: float, count: int, rng: Rng) -> Floats:
         """Return sorted arrival times [count] in s, of long-run rate ``rate_rps``."""
@@ -56,7 +56,7 @@ class GammaRenewal:
 
 @dataclass(frozen=True)
 class Mmpp2:
-    """Two rates taken in turn, exponential stays, and a gamma renewal of ``cv`` within them.
+    """Two alternating rates with exponential dwell times; gamma gaps of ``cv`` within them.
 
     The rates are relative to each other: they are scaled so that their mean over time is 1.
     """
@@ -76,11 +76,11 @@ class Mmpp2:
         cycle_s = self.mean_high_s + self.mean_low_s
         mean = (self.high * self.mean_high_s + self.low * self.mean_low_s) / cycle_s
         rates = np.array([self.high, self.low]) / mean
-        stays_s = np.array([self.mean_high_s, self.mean_low_s])
-        if rng.random() * cycle_s >= self.mean_high_s:  # begin low, as often as it is low
-            rates, stays_s = rates[::-1], stays_s[::-1]
+        dwell_s = np.array([self.mean_high_s, self.mean_low_s])
+        if rng.random() * cycle_s >= self.mean_high_s:  # start in the stationary distribution
+            rates, dwell_s = rates[::-1], dwell_s[::-1]
         while True:
-            duration_s = (rng.standard_exponential((1024, 2)) * stays_s).ravel()
+            duration_s = (rng.standard_exponential((1024, 2)) * dwell_s).ravel()
             yield duration_s, duration_s * np.tile(rates, 1024)
 
 
@@ -110,7 +110,7 @@ class CoxLognormal:
 
 @dataclass(frozen=True)
 class OnOffBatch:
-    """Silence and activity in turn; within activity, small batches at a jittery rate.
+    """Alternating ON and OFF periods; within ON, small batches at a jittering rate.
 
     Gamma ON lengths, lognormal OFF lengths; the rate of an ON period is lognormal and correlated
     with its length; inside, it jitters quickly; every event is a geometric batch of requests.
@@ -143,7 +143,7 @@ class OnOffBatch:
 
     @property
     def off_mean_s(self) -> float:
-        """Mean length of a silence."""
+        """Mean length of an OFF period, s."""
         return math.exp(self.off_mu + self.off_sigma**2 / 2)
 
     def _mean_on_mass_s(self) -> float:
@@ -162,7 +162,7 @@ class OnOffBatch:
         scale = (self.on_mean_s + self.off_mean_s) / self._mean_on_mass_s()
         jitter = wandering_rate(self.jitter_sd, self.tick_s / self.jitter_tau_s, rng)
         rho = self.length_rate_correlation
-        # The first cycle is not a typical one; begin a random number of seconds later.
+        # The first cycle is not typical, so start at a random time within the first twenty.
         skip_s = 20 * (self.on_mean_s + self.off_mean_s) * rng.random()
         while True:
             z = rng.standard_normal((3, periods))
@@ -245,8 +245,8 @@ class ClientPool:
 def unit_renewal(cv: float, count: int, rng: Rng) -> Floats:
     """Return points [count] of a stationary gamma renewal process of rate 1.
 
-    The first gap is the rest of one already under way (a length-biased gap times a uniform
-    number): with a high CV a process that began with a full gap would start in a burst.
+    The first gap is the remainder of one that has already begun (a length-biased gap times a
+    uniform number): with a high CV, a process that starts with a full gap starts in a burst.
     """
     shape = 1.0 / cv**2
     first = rng.random() * rng.standard_gamma(shape + 1.0)

@@ -1,4 +1,4 @@
-"""From block hashes to content runs: a trie of blocks, its unbranched stretches joined."""
+"""Content runs from block hashes: a trie of blocks whose unbranched stretches are joined."""
 
 import numpy as np
 from numpy.typing import NDArray

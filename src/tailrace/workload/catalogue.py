@@ -6,7 +6,7 @@ from tailrace.workload import fitted
 from tailrace.workload.arrivals import ArrivalProcess, GammaRenewal, Poisson
 from tailrace.workload.compose import Part, WorkloadSpec, mix
 from tailrace.workload.content import (
-    Content,
+    ContentModel,
     Documents,
     Family,
     OneShot,
@@ -33,7 +33,7 @@ def _spec(
     name: str,
     rate_rps: float,
     arrivals: ArrivalProcess,
-    content: Content,
+    content: ContentModel,
     description: str,
     source: str,
 ) -> WorkloadSpec:

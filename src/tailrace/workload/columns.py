@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 
 MAX_TOKENS = 2**24
-#: Greatest time in s: 1 000 years. What lies beyond is a time in ms, or a slip.
+#: Largest accepted time, s (1 000 years). A larger number is a time in ms, or a typing error.
 MAX_TIME_S = 3.2e10
 
 Floats = NDArray[np.float64]
@@ -23,7 +23,7 @@ Bools = NDArray[np.bool_]
 
 
 class Sheet:
-    """A table read from a file, column by column, before it is believed."""
+    """A table read from a file, whose columns are checked as they are taken from it."""
 
     def __init__(self, path: Path, table: pa.Table, *, is_text: bool) -> None:
         self.path = path
@@ -54,13 +54,13 @@ class Sheet:
         raise TailraceError(f"{self.path}, {self.where(row)}, column {column}: {what}")
 
     def where(self, row: int) -> str:
-        """Say where a row stands in the file, as a text editor counts."""
+        """Return the place of a row in the file, for text as an editor counts lines."""
         if not self.is_text:
             return f"row {row}"
         return f"line {_physical_line(self.path, row + 2)}"
 
     def refuse(self, bad: Bools, column: str, what: str) -> None:
-        """Raise the error for the first bad row of [n], if any; {} in it stands for its value."""
+        """Raise an error for the first bad row of [n], if any; {} in ``what`` becomes its value."""
         if bad.any():
             row = int(np.argmax(bad))
             self.fail(row, column, what.format(self._shown(column, row)))
@@ -96,7 +96,7 @@ class Sheet:
         return self.ints(column, low, MAX_TOKENS)
 
     def cast(self, column: str, values: Any, to: pa.DataType, what: str) -> Any:
-        """Convert an Arrow array [n], or name the first cell that cannot be."""
+        """Convert an Arrow array [n]; an error names the first cell that cannot be converted."""
         if values.null_count:
             self.fail(
                 int(np.argmax(values.is_null().to_numpy(zero_copy_only=False))), column, "is empty"
@@ -168,7 +168,7 @@ def header_of(path: Path) -> list[str]:
 
 
 def _raw_header(path: Path) -> list[str]:
-    """Return the column names as they stand in the file."""
+    """Return the column names exactly as the file has them."""
     try:
         with path.open("rb") as file:
             for line in file:

@@ -1,7 +1,7 @@
-"""From a workload's description to a table: arrivals times content, superposed by weight.
+"""Tables from descriptions of workloads: arrivals times content, superposed by weight.
 
 A workload is one or more parts; a part has an arrival process and a content model. A mixture is
-nothing but a workload of several parts, so any workloads can be mixed.
+just a workload of several parts, so any workloads can be mixed.
 """
 
 import math
@@ -12,15 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.workload.arrivals import ArrivalProcess
-from tailrace.workload.content import Content
+from tailrace.workload.content import ContentModel
 from tailrace.workload.draft import Draft, finish, merge
 from tailrace.workload.lengths import Streams, pick
 from tailrace.workload.table import RequestTable
 
 Floats = NDArray[np.float64]
 
-#: At very high rates the warm-up is shortened to this many starts in all, or to so many per request
-#: asked for, whichever is more, so that the work stays in proportion to the table.
+#: At very high rates the warm-up is shortened to this many starts in all, or to this many per
+#: requested row, whichever is more, so that the work stays in proportion to the table.
 WARMUP_STARTS = 20_000
 WARMUP_STARTS_PER_REQUEST = 8
 
@@ -31,13 +31,13 @@ class Part:
 
     name: str
     arrivals: ArrivalProcess
-    content: Content
+    content: ContentModel
     weight: float = 1.0
 
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """A named workload: what it is, where its figures come from, and how to make it."""
+    """A named workload: what it is, where its numbers come from, and how to make it."""
 
     name: str
     description: str
@@ -91,7 +91,7 @@ def compose(
         draft = merge([d for group in groups for d in group.drafts])
         if int((draft.rows["arrival_s"] <= horizon_s).sum()) >= requests:
             break
-        # It lies before time 0 if all starts so far fell into the warm-up.
+        # The horizon is negative if all starts so far fell into the warm-up.
         limit_s = horizon_s + 0.2 * abs(horizon_s)
         for group in groups:
             if group.horizon_s <= limit_s:
@@ -102,7 +102,7 @@ def compose(
 
 
 class _Stream:
-    """Starts from one arrival process, dealt out to one or more parts, and what they led to.
+    """Starts of one arrival process, split among one or more parts, and the drafts they give.
 
     Rows that arrive up to ``horizon_s`` are complete: no later start can add to them.
     """

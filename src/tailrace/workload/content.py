@@ -1,8 +1,8 @@
-"""What requests contain when each stands alone: private, shared-prompt and document traffic.
+"""Content models of single requests: private, shared-prompt and document traffic.
 
 A content model turns sorted start times into a draft. Times before 0 belong to a warm-up: a model
-with memory uses them to be in full swing at 0, any other ignores them. Only rows that arrive at 0
-or later are returned. Conversations are in :mod:`tailrace.workload.sessions`.
+with memory uses them to reach its steady state by 0, any other ignores them. Only rows that arrive
+at 0 or later are returned. Conversations are in :mod:`tailrace.workload.sessions`.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Content(Protocol):
-    """Anything that fills arrivals with prompts and answers."""
+class ContentModel(Protocol):
+    """Fills start times with prompts and outputs."""
 
     @property
     def warmup_s(self) -> float:
-        """Seconds of starts before 0 that it wants to see."""
+        """Length of the warm-up it needs, s: starts before 0."""
 
     @property
     def rows_per_start(self) -> float:
@@ -101,7 +101,7 @@ class Family:
 
 @dataclass(frozen=True)
 class PromptFamilies:
-    """A few shared prompts, each with tails and answers of its own."""
+    """A few shared prompts, each with its own tails and outputs."""
 
     families: tuple[Family, ...]
     warmup_s: float = 0.0

@@ -1,9 +1,9 @@
-"""Reader of the live router's decision log: traffic as it came, without its text.
+"""Reader of the live router's decision log: recorded traffic without its text.
 
-A file (``.jsonl`` or ``.jsonl.gz``) or a folder of them. Each request that was answered becomes a
-row; those that never were are counted as left out. Content hashes stand for blocks of text, so the
-rows share exactly the prefixes that the prompts shared. A turn that continues an earlier prompt and
-its answer continues that row's last content run, and arrives its think time after it.
+A file (``.jsonl`` or ``.jsonl.gz``) or a folder of them. Each completed request becomes a row; the
+others are counted as skipped. Content hashes stand for blocks of text, so the rows share exactly
+the prefixes that the prompts shared. A turn that continues an earlier prompt and its response
+continues that row's last content run, and arrives its think time after it.
 """
 
 import base64
@@ -34,7 +34,7 @@ _HASH_BYTES = 8
 
 
 class _Line(NamedTuple):
-    """One answered request."""
+    """One completed request."""
 
     request: str
     arrived: float  # s, Unix time
@@ -48,7 +48,7 @@ class _Line(NamedTuple):
     block_units: int
     blocks: bytes  # hashes of the whole blocks, one after the other
     end: str  # hash of the whole prompt
-    continues: str | None  # hash of the earlier prompt whose answer this one contains
+    continues: str | None  # hash of the earlier prompt whose response this one contains
 
 
 def is_log(start: bytes) -> bool:
@@ -62,7 +62,7 @@ def is_log(start: bytes) -> bool:
 
 
 def files(folder: Path) -> list[Path]:
-    """Return the logs in a folder, the oldest first; none if it is no folder."""
+    """Return the logs in a folder, oldest first; empty if it is not a folder."""
     return sorted(p for end in ("", ".gz") for p in folder.glob(f"decisions-*.jsonl{end}"))
 
 
@@ -100,7 +100,7 @@ def read(path: Path) -> Imported:
 
 
 def records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield where a record stands, its line number, and itself."""
+    """Yield the place of each record (file and line), its line number, and the record."""
     for file in files(path) or [path]:
         last_error: str | None = None
         for number, line in enumerate(_lines(file), start=1):
@@ -191,9 +191,9 @@ def _decoded(where: str, text: Any) -> bytes:
 
 
 def _link_sessions(rows: NDArray[np.void], lines: list[_Line]) -> Ints:
-    """Number sessions and turns and set parents; return whose content each row [R] continues.
+    """Number sessions and turns and set parents; return the row whose content each [R] continues.
 
-    -1: nobody's. A turn that came before the answer to the last one had ended has no parent, and
+    -1: none. A turn that arrived before the response to the last one had ended has no parent, and
     keeps its recorded time.
     """
     numbers: dict[str, int] = {}
@@ -203,7 +203,7 @@ def _link_sessions(rows: NDArray[np.void], lines: list[_Line]) -> Ints:
     continued = np.full(len(rows), -1, np.int64)
     for at, line in enumerate(lines):
         if line.continues is not None:
-            # Of two ways to go on only the first can be the conversation's own stream.
+            # Only the first continuation can be the conversation's own stream; a second one forks.
             before = ends.pop(line.continues, -1)
             if before >= 0 and lines[before].prompt < line.prompt:
                 continued[at] = before
@@ -232,7 +232,7 @@ def _content(rows: NDArray[np.void], lines: list[_Line], continued: Ints) -> NDA
     for at, line in enumerate(lines):
         if continued[at] >= 0:
             continue
-        # The last token is always private, so that no answer continues a block others share.
+        # The last token is always private, so that no response continues a shared block.
         count = min(len(line.blocks) // _HASH_BYTES, (line.prompt - 1) // block_tokens)
         for k in range(count):
             key = line.blocks[k * _HASH_BYTES : (k + 1) * _HASH_BYTES]

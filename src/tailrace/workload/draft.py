@@ -61,7 +61,7 @@ def set_runs(rows: NDArray[np.void], columns: Sequence[tuple[Ints, Ints]]) -> ND
 
 
 def merge(drafts: Sequence[Draft], common_segments: int = 0) -> Draft:
-    """Join drafts so that nothing of one is mistaken for something of another.
+    """Join drafts, renumbered so that no segment, session or parent of one is taken for another's.
 
     Segments numbered below ``common_segments`` mean the same in all of them and keep their number.
     """

@@ -1,8 +1,8 @@
-"""Fitted laws of token lengths and arrivals, from public traces.
+"""Distributions of token lengths and arrivals, fitted to public traces.
 
 Each mixture was fitted to the lengths of one trace and describes it to a Kolmogorov-Smirnov
 distance of 0.01 to 0.04, about what the first half of a trace differs from its second. Fits and
-checks used the same trace. No trace rows are reproduced; sources stand in docs/workloads.md.
+checks used the same trace. No trace rows are reproduced; docs/workloads.md lists the sources.
 
 ``Joint`` = (weight, mu prompt, mu output, sigma prompt, sigma output, correlation), natural logs.
 """
@@ -166,11 +166,7 @@ CODE_ARRIVALS = OnOffBatch(
     batch_spread_s=0.008,
 )
 
-#: Requests by hour of the day over the day's mean: ServeGen m-large (14 days), deepseek-r1 (1 day).
-HOURLY_STEADY = (
-    *(0.99, 1.0, 0.99, 0.94, 0.91, 0.88, 0.85, 0.82, 0.79, 0.87, 1.05, 1.11),
-    *(0.97, 0.98, 1.05, 1.05, 1.11, 1.08, 1.04, 1.14, 1.13, 1.07, 1.1, 1.09),
-)
+#: Requests by hour of the day over the day's mean: ServeGen deepseek-r1 (1 day).
 HOURLY_SWINGING = (
     *(1.21, 1.39, 2.03, 1.79, 1.06, 0.91, 0.75, 0.58, 0.6, 0.66, 0.81, 0.83),
     *(0.45, 0.54, 0.68, 0.7, 0.88, 0.55, 0.75, 0.59, 1.24, 1.62, 2.19, 1.18),

@@ -23,7 +23,7 @@ class Streams:
     path: str
 
     def rng(self, name: str) -> np.random.Generator:
-        """Return the generator of a stream, at its beginning."""
+        """Return a new generator of a stream."""
         return seeds.generator(self.seed, f"{self.path}/{name}")
 
     def below(self, name: str) -> "Streams":
@@ -82,8 +82,8 @@ class Joint:
 class JointMixture:
     """Mixture of joint lognormals; with some chance the prompt lies at the context limit instead.
 
-    Prompt and output of real traffic hang together in ways one correlation cannot say (in Azure's
-    conversations the median answer rises to 400 tokens and falls to 60 again as prompts grow).
+    In real traffic one correlation cannot describe how output depends on prompt (in Azure's
+    conversations the median output rises to 400 tokens and falls to 60 again as prompts grow).
     """
 
     components: tuple[Joint, ...]

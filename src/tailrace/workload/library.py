@@ -1,4 +1,4 @@
-"""Workloads by name: the one door through which the rest of the program gets its traffic."""
+"""Workloads by name: where the rest of the program gets all its traffic."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ _PROCESSES: Mapping[str, Callable[[float, float], ArrivalProcess]] = {
     "pool": lambda _cv, _span_s: ClientPool(),
 }
 
-#: Those the settings know.
+#: Processes that the settings accept.
 _OFFERED = [name for name in get_args(config.ArrivalsName) if name in _PROCESSES]
 
 _SPECS = {spec.name: spec for spec in BUILT_IN}
@@ -54,11 +54,6 @@ _SPECS = {spec.name: spec for spec in BUILT_IN}
 def names() -> list[str]:
     """Return the names of the built-in workloads."""
     return list(_SPECS)
-
-
-def arrival_names() -> list[str]:
-    """Return the names of the arrival processes that ``make`` takes instead of the native one."""
-    return list(_PROCESSES)
 
 
 def describe(name: str) -> WorkloadSpec:
@@ -118,11 +113,11 @@ def make(
 def from_settings(settings: config.Workload, rate: float | None, seed: int) -> RequestTable:
     """Make the table a configuration asks for: a built-in workload, or a file of requests.
 
-    ``rate`` is what the settings' ``rate`` or ``load`` came to; None: the traffic's own. Of a file
-    the first ``requests`` rows are taken (fewer if it has fewer). With ``arrivals`` = native they
-    keep their pattern, rescaled to ``rate``; with trace they are replayed at their recorded times
-    x ``time_scale``, and rescaled only if the settings name a rate; with any other process they are
-    re-timed at ``rate``.
+    ``rate`` (requests/s) follows from the settings' ``rate`` or ``load``; None: the traffic's own.
+    Of a file the first ``requests`` rows are taken (fewer if it has fewer). With ``arrivals`` =
+    native they keep their pattern, rescaled to ``rate``; with trace they are replayed at their
+    recorded times x ``time_scale``, and rescaled only if the settings name a rate; with any other
+    process they are re-timed at ``rate``.
     """
     path = Path(settings.name)
     if settings.name in _SPECS or not (path.is_file() or _looks_like_a_path(settings.name)):
@@ -162,7 +157,7 @@ def _retimed(
         root_s = replay(root_s, settings.time_scale)
         if rate is not None and root_s[-1] > 0:
             _check(requests, rate)
-            # Later turns follow in their own time, so only the beginnings are rescaled.
+            # Later turns follow in their own time, so only the starts are rescaled.
             root_s = root_s * (requests / rate / root_s[-1])
     else:
         rate_rps = rate if rate is not None else _recorded_rate(table)

@@ -1,4 +1,4 @@
-"""Predicted output lengths: what a router may believe about an answer before it is written."""
+"""Predicted output lengths: what a router may assume before the output is generated."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -5,7 +5,6 @@ Columns are those of the request table; only ``prompt_tokens`` and ``output_toke
 between them in CSV, and as two lists, ``run_segments`` and ``run_tokens``, in Parquet.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError, unknown_name
+from tailrace.files import atomic_path
 from tailrace.workload.columns import MAX_TOKENS, Sheet
 from tailrace.workload.draft import blank_rows, gather_runs
 from tailrace.workload.table import RUN, RequestTable
@@ -48,7 +48,8 @@ COLUMNS = (
     "tpot_slo_s",
     "priority",
 )
-_ROWS_PER_BATCH = 262_144
+#: Rows that are converted at a time, to bound the memory of long tables.
+ROWS_PER_BATCH = 262_144
 
 # The published stubs know fewer argument types than Arrow takes.
 _compute: Any = pyarrow.compute
@@ -75,21 +76,14 @@ def parse(sheet: Sheet) -> Imported:
 def write(table: RequestTable, path: Path, *, has_arrivals: bool = True) -> None:
     """Write a table to a CSV or Parquet file, by its suffix, all of it or nothing.
 
-    Without arrivals the file has lengths only, and nobody can replay it by mistake.
+    Without arrivals the file has lengths only, so that it cannot be replayed by mistake.
     """
     names = tuple(c for c in COLUMNS if has_arrivals or c != "arrival_s")
     writers = {".csv": _write_csv, ".parquet": _write_parquet}
     if path.suffix not in writers:
         raise TailraceError(f"cannot write {path}: the name must end in .csv or .parquet")
-    # Beside the target, because a rename is atomic only within one file system.
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        writers[path.suffix](table, partial, names)
-        partial.replace(path)
-    except OSError as error:
-        raise TailraceError(f"cannot write {path}: {error.strerror or error}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_path(path) as temporary:
+        writers[path.suffix](table, temporary, names)
 
 
 def _write_csv(table: RequestTable, path: Path, names: tuple[str, ...]) -> None:
@@ -126,8 +120,8 @@ def _batches(
     table: RequestTable, names: tuple[str, ...]
 ) -> Iterator[tuple[dict[str, Any], Ints, Ints, NDArray[np.int32]]]:
     """Yield columns, run offsets [n + 1], segments [u] and tokens [u] of a few rows at a time."""
-    for first in range(0, len(table), _ROWS_PER_BATCH):
-        rows = table.rows[first : first + _ROWS_PER_BATCH].copy()
+    for first in range(0, len(table), ROWS_PER_BATCH):
+        rows = table.rows[first : first + ROWS_PER_BATCH].copy()
         runs = gather_runs(rows, table.runs)
         columns = {name: pa.array(np.ascontiguousarray(rows[name])) for name in names}
         offsets = np.concatenate([[0], np.cumsum(rows["run_count"], dtype=np.int64)])

@@ -1,14 +1,14 @@
-"""Conversations: closed loops in which a user answers, some time after the last answer ended.
+"""Conversations: closed loops in which a turn follows the end of the last one by a think time.
 
 A conversation is one segment of which every turn uses a longer prefix, behind a shared system
 prompt. Its later turns have a parent and a think time; their ``arrival_s`` is nominal (parent's
 nominal arrival + nominal service + think) and only orders the table.
 
-**Start.** A table that began with no conversation under way would spend its first minutes filling
-up. So starts begin ``warmup_s`` before 0, and a conversation still going on at 0 enters the table
-with as many turns as it has left, beginning with a first turn: rate and number of conversations are
-right from the start, every conversation in the table is whole, and no long context turns up that
-nobody can have cached. Only the prompts' lengths take a conversation's lifetime to settle.
+**Start.** A table that began without live conversations would spend its first minutes filling up.
+So starts begin ``warmup_s`` before 0, and a conversation still live at 0 enters the table with as
+many turns as it has left, beginning with a first turn: rate and number of conversations are right
+from the start, every conversation in the table is whole, and no long context appears that no
+replica can have cached. Only the lengths of prompts take a conversation's lifetime to settle.
 **End.** The table is cut after the number of requests asked for; the last conversations lose turns.
 """
 
@@ -68,10 +68,10 @@ class UniformTurns:
 
 @dataclass(frozen=True)
 class BetaGeometricTurns:
-    """Each conversation stops after a turn with a chance of its own, drawn from a beta law.
+    """Each conversation stops after a turn with its own probability, which is beta-distributed.
 
-    So the longer one has lasted, the likelier it goes on. ``factors`` multiply the chance to go on
-    by prompt length, between the ``edges`` (tokens).
+    So the longer one has lasted, the likelier it continues. ``factors`` multiply the probability to
+    continue by prompt length, between the ``edges`` (tokens).
     """
 
     stop_a: float
@@ -251,7 +251,7 @@ class Conversations:
     def _borrowed(
         self, start_s: Floats, prompt: Ints, system: Ints, streams: Streams
     ) -> tuple[Ints, Ints]:
-        """Return for each conversation [n] whose text it begins with, and how many tokens of it.
+        """Return for each conversation [n] the one whose text it begins with, and how many tokens.
 
         Lenders have borrowed nothing themselves, so a prompt has at most three runs.
         """

@@ -1,4 +1,4 @@
-"""What a table of requests looks like, in figures."""
+"""Statistics of a request table."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ IDC_WINDOWS_S = (1, 10, 60)
 def statistics(table: RequestTable) -> dict[str, Any]:
     """Return counts, rates, dispersion, length quantiles, sessions and repetition of a table.
 
-    Plain numbers, lists and dicts, ready for JSON; None stands where a figure does not exist.
+    Plain numbers, lists and dicts, ready for JSON; None where a statistic is undefined.
     Times are nominal for later turns. "repeated" is what an infinite cache would find if every
     request had ended before the next arrived.
     """
@@ -80,7 +80,7 @@ def _lengths(tokens: NDArray[np.int32]) -> dict[str, Any]:
 
 
 def _sessions(rows: NDArray[np.void]) -> dict[str, Any] | None:
-    """Return figures of the conversations, None if there are none."""
+    """Return statistics of the conversations, None if there are none."""
     member = rows["session"] >= 0
     if not member.any():
         return None

@@ -5,7 +5,7 @@ caching, so content is kept as runs: run ``(segment, tokens)`` stands for the fi
 tokens of the endless token stream named ``segment``. Two prompts share a prefix as far as their
 runs agree. The answer continues the stream of the last run, so a conversation is one segment of
 which every turn uses a longer prefix, however many turns it has. A request without runs shares
-nothing with anybody.
+nothing with any other.
 """
 
 from collections.abc import Callable

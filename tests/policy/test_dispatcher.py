@@ -4,18 +4,13 @@ import ast
 import inspect
 import re
 import textwrap
-import time
 
-import numba
 import numpy as np
 import pytest
 
 from policy.views import CALLABLE, make_view
-from tailrace.compiled import jit
 from tailrace.policy import rules
 from tailrace.policy.rules import RULES, Rule, score
-from tailrace.view.records import View
-from tailrace.view.selection import choose
 
 each_rule = pytest.mark.parametrize("rule", CALLABLE, ids=lambda rule: rule.name)
 
@@ -69,32 +64,3 @@ def test_vector_keeps_the_order_and_takes_changes() -> None:
 def test_an_unknown_code_is_an_error(code: int) -> None:
     with pytest.raises(ValueError, match="no rule of this code"):
         score(code, make_view(), np.zeros(0), np.zeros(3))
-
-
-@jit
-def decide(code, request, replicas, costs, router, params, scores, count):
-    """Make ``count`` decisions, each of which changes the view a little."""
-    total = 0
-    for k in range(count):
-        request[0]["prefix_hash"] = np.uint64(k)
-        score(code, View(request[0], replicas, costs, router[0]), params, scores)
-        total += choose(scores, replicas, router[0], False)
-        replicas[k % replicas.size]["in_flight"] = k % 40
-    return total
-
-
-@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="measures compiled code")
-@each_rule
-def test_makes_well_over_100_000_decisions_per_second(rule: Rule) -> None:
-    view = make_view(4, queued_uncached=[900, 0, 400, 10], cached_tokens=[0, 320, 640, 0])
-    replicas = view.replicas.copy()
-    request = np.array([view.request])
-    router = np.array([view.router])
-    arguments = (request, replicas, view.costs, router, rule.vector(), np.zeros(4))
-    decide(rule.code, *arguments, 1)
-    fastest = np.inf
-    for _ in range(5):  # the machine may be busy with something else
-        start = time.perf_counter()
-        decide(rule.code, *arguments, 2000)
-        fastest = min(fastest, time.perf_counter() - start)
-    assert 2000 / fastest > 100_000

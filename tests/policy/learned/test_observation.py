@@ -346,12 +346,13 @@ def test_equals_a_run_without_the_compiler() -> None:
     program = (
         "import numpy as np; np.seterr(over='ignore')\n"
         "from policy.views import random_view\n"
-        "from policy.test_observation import observed\n"
+        "from policy.learned.test_observation import observed\n"
         "for seed in range(40):\n"
         "    for values in observed(random_view(seed)): print(*values.ravel())\n"
     )
     folder = Path(__file__).parents[2]
-    env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(folder)}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": path}
     run = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )

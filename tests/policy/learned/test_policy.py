@@ -1,10 +1,8 @@
-"""A learned policy in compiled code: the same choices as torch, symmetry, memory, prior, speed."""
+"""A learned policy in compiled code: the same choices as torch, symmetry, memory, prior."""
 
 import subprocess
 import sys
-import time
 
-import numba
 import numpy as np
 import pytest
 
@@ -16,7 +14,6 @@ from policy.networks import (
     small,
 )
 from policy.views import CALLABLE, copy_view, make_view, random_view, scores_of
-from tailrace.compiled import vectorised
 from tailrace.config import MAX_REPLICAS, Cluster, Engine, Event, Replica
 from tailrace.errors import TailraceError
 from tailrace.policy.base import checked_scores
@@ -291,30 +288,11 @@ def test_routes_as_its_prior_in_the_simulator() -> None:
     assert (rule == learned).mean() > 0.9  # ties are drawn, float32 makes a few more
 
 
-@vectorised
-def decide(params, replica_obs, request_obs, mask, prior, out, count):
-    for _ in range(count):
-        forward(params, replica_obs, request_obs, mask, prior, out)
-
-
-@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="measures compiled code")
-def test_is_fast() -> None:
-    config = NetworkConfig()
-    params = pack(config, random_tensors(config))
-    arguments = (params, *random_inputs(4, 0), np.zeros(4))
-    decide(*arguments, 1)
-    fastest = np.inf
-    for _ in range(10):  # the machine may be busy with something else
-        start = time.perf_counter()
-        decide(*arguments, 200)
-        fastest = min(fastest, time.perf_counter() - start)
-    assert fastest / 200 < 20e-6  # about 5 microseconds by itself
-
-
 def test_needs_no_torch() -> None:
     program = (
         "import sys\n"
-        "from tailrace.policy import registry, learned, checkpoint, explain\n"
+        "from tailrace.policy import registry\n"
+        "from tailrace.policy.learned import checkpoint, explain, policy\n"
         "import tailrace.sim.simulator, tailrace.cli\n"
         "assert 'torch' not in sys.modules"
     )

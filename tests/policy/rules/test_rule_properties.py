@@ -155,7 +155,8 @@ def test_equals_a_run_without_the_compiler() -> None:
         "    for rule in CALLABLE: print(*scores_of(rule, random_view(seed)))\n"
     )
     folder = Path(__file__).parents[2]
-    env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(folder)}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": path}
     run = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )

@@ -161,7 +161,9 @@ def test_teachers_by_their_shares(tmp_path):
 def test_with_best_teacher_all_of_them_apply(tmp_path):
     teachers = {"round_robin": 1.0, "random": 1.0, "lmetric": 0.0}
     over = {"demonstrations": {"teachers": teachers, "best_teacher": True}}
-    for task in plan(tmp_path, over).label_tasks(0, NETWORK, False, None):
+    tasks = plan(tmp_path, over).label_tasks(0, NETWORK, False, None)
+    assert tasks
+    for task in tasks:
         assert codes(task.teachers) == codes(map(Driver.of, ("round_robin", "random")))
 
 

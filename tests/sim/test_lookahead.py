@@ -49,7 +49,7 @@ def test_oracle_scores_are_the_true_increase_of_cost(scheduler, blocks):
         simulation.assign(int(r))
     simulation.next_decision()
     rule = registry.get("lookahead_oracle")
-    fleet, tables = simulation._fleet, simulation._tables
+    fleet, tables = simulation.arrays
     kernel.choice(fleet, tables, 0, rule.rule.code, rule.params, False)
     scores = fleet.scores[0].copy()
     without = Simulation(cluster, before)
@@ -73,7 +73,7 @@ def test_looking_ahead_leaves_the_cluster_as_it_was():
     simulation.next_decision()
     twin = simulation.copy()
     rule = registry.get("lookahead")
-    fleet, tables = simulation._fleet, simulation._tables
+    fleet, tables = simulation.arrays
     kernel.choice(fleet, tables, 0, rule.rule.code, rule.params, False)
     for each in (simulation, twin):
         each.assign(1)

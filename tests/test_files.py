@@ -11,8 +11,8 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.request_results import check_requests_target, write_requests
 from tailrace.files import atomic_path
 from tailrace.sim.chrome_trace import write_trace
-from tailrace.sim.cost_accounts import LOST_COST_S
 from tailrace.sim.result import FINISHED, PENDING
+from tailrace.view.objective import LOST_COST_S
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from tailrace.config import Positive, Settings
 from tailrace.sim import cost_accounts
 from tailrace.sim.fleet import Step
+from tailrace.view import objective
 
 Array = NDArray[np.float64]
 Weight = Annotated[float, Field(allow_inf_nan=False)]
@@ -22,13 +23,13 @@ Weight = Annotated[float, Field(allow_inf_nan=False)]
 class RewardSettings(Settings):
     """Weights of the reward's terms; 0 leaves a term out."""
 
-    e2e: Weight = cost_accounts.E2E_WEIGHT
+    e2e: Weight = objective.E2E_WEIGHT
     """Cost of a second a request is in the system."""
-    ttft: Weight = cost_accounts.TTFT_WEIGHT
+    ttft: Weight = objective.TTFT_WEIGHT
     """Cost of a second a request is without a first token."""
-    late: Weight = cost_accounts.LATE_WEIGHT
+    late: Weight = objective.LATE_WEIGHT
     """Cost of a second a request is past its target without a first token."""
-    lost: Weight = cost_accounts.LOST_COST_S
+    lost: Weight = objective.LOST_COST_S
     """Cost of a request that fails."""
     soft_late: Weight = 0.0
     """Cost of a late first token by a logistic curve, between 0 (early) and 1 (late)."""

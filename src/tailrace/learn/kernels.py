@@ -11,8 +11,9 @@ from tailrace.compiled import jit
 from tailrace.policy.learned import architecture as a
 from tailrace.policy.learned.observation import observe
 from tailrace.policy.learned.policy import learned_scores, prior_scores
-from tailrace.sim import clock, cost_accounts, engine, fleet, lookahead
+from tailrace.sim import clock, engine, fleet, lookahead
 from tailrace.sim import server as servers
+from tailrace.view.objective import compiled_cost
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA, choose, random_below, random_u64
 
@@ -316,9 +317,10 @@ def _run_out(twin, tables, end):
         request = requests[n]
         if np.isnan(request["arrived"]) or not request["done"] > end:
             continue
-        total += cost_accounts.E2E_WEIGHT * (request["done"] - end)
+        # Added up in two parts: the order of the sum is part of what training reproduces.
+        total += compiled_cost(request["done"] - end, 0.0, 0.0, 0)
         first = request["first"]
         if first > end:
             late = max(first - max(request["deadline"], end), 0.0)
-            total += cost_accounts.TTFT_WEIGHT * (first - end) + cost_accounts.LATE_WEIGHT * late
+            total += compiled_cost(0.0, first - end, late, 0)
     return total

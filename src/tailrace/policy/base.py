@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.policy.rules import Rule, score
 from tailrace.view.records import View
+from tailrace.view.selection import NO_REPLICA, choose
 
 
 class Policy:
@@ -155,3 +156,14 @@ def checked_scores(policy: Policy, view: View) -> NDArray[np.float64]:
     if available.any() and np.isnan(out[available]).all():
         raise TailraceError(f"policy {policy.name} returned NaN for every available replica")
     return out
+
+
+def decide(policy: Policy, view: View) -> int:
+    """Return the available replica a policy chooses; ties as everywhere (view/selection.py)."""
+    scores = checked_scores(policy, view)
+    lowest_id_wins = bool(getattr(policy, "lowest_id_wins", False))
+    with np.errstate(over="ignore"):  # random numbers wrap around
+        replica = int(choose(scores, view.replicas, view.router, lowest_id_wins))
+    if replica == NO_REPLICA:
+        raise RuntimeError("asked to route while no replica is available")
+    return replica

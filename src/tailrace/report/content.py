@@ -21,7 +21,7 @@ from tailrace.report.difference import differently
 from tailrace.report.replays import LOAD_REQUESTS, Replays, shown
 from tailrace.report.source import Results, spans
 from tailrace.report.tables import TIMES, Table, bounds_text, ratio_text
-from tailrace.sim.cost_accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
+from tailrace.view.objective import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
 #: Below so many seeds bootstrap intervals cover the truth clearly less often than they say.
 FEW_SEEDS = 10

@@ -23,6 +23,7 @@ from tailrace.sim.types import (
 from tailrace.view.devices import num_blocks_of
 from tailrace.view.prefix_index import new_index
 from tailrace.view.records import COST, REPLICA_VIEW, REQUEST_VIEW, ROUTER
+from tailrace.view.replicas import is_caching
 from tailrace.workload.table import RequestTable
 
 
@@ -58,11 +59,6 @@ class Room:
         """Return half as much again of what differs from table to table."""
         growing = ("blocks_per_request", "waiting", "sessions", "runs", "runs_per_request")
         return replace(self, **{name: getattr(self, name) * 3 // 2 for name in growing})
-
-
-def is_caching(replica: Replica) -> bool:
-    """Whether a replica has a prefix cache."""
-    return replica.scheduler == "vllm_v1" and replica.prefix_caching
 
 
 def is_explicit(replica: Replica) -> bool:

@@ -9,13 +9,12 @@ from numpy.typing import NDArray
 
 from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.sim import server as servers
-from tailrace.sim.allocation import Room, is_caching, is_explicit, new_fleet, new_tables, room_for
+from tailrace.sim.allocation import Room, is_explicit, new_fleet, new_tables, room_for
 from tailrace.sim.kvcache import KvCache
 from tailrace.sim.types import EVENT_CODES, SCHEDULER_CODES, Fleet, Tables
-from tailrace.view.cost_model import cost_rows, prefill_tokens_per_s
-from tailrace.view.devices import cost_of, num_blocks_of
+from tailrace.view.devices import num_blocks_of
 from tailrace.view.prefix_index import PrefixIndex, forget
-from tailrace.view.records import NEVER
+from tailrace.view.replicas import idle_views, is_caching, replica_costs
 from tailrace.view.selection import mix
 from tailrace.workload.predict import predicted_output
 from tailrace.workload.prefix import content_keys, prefix_hash
@@ -140,14 +139,16 @@ def set_up(
     seed: int,
 ) -> None:
     """Put cluster ``c`` at time 0, whatever it did before, to play table number ``g``."""
+    n = len(replicas)
     for array in (fleet.clusters, fleet.servers, fleet.requests, fleet.replicas_view, fleet.router):
         array[c] = np.zeros((), array.dtype)
     fleet.wake[c] = np.inf
     fleet.last_replica[c] = -1
-    fleet.costs[c, : len(replicas)] = cost_rows([cost_of(r) for r in replicas])
+    fleet.costs[c, :n] = replica_costs(replicas)
+    fleet.replicas_view[c, :n] = idle_views(replicas)
     index = PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])
     _start_cluster(fleet, c, g, laid_out, table, router, seed)
-    fleet.clusters[c]["n_replicas"] = len(replicas)
+    fleet.clusters[c]["n_replicas"] = n
     for r, replica in enumerate(replicas):
         _start_server(fleet, c, r, replica, engine)
         forget(index, r)
@@ -207,15 +208,3 @@ def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine
     server["exact"] = engine.exact
     kv = KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
     servers.empty(server, fleet.phase[c, r], kv)
-    view = fleet.replicas_view[c, r]
-    view["available"] = 1
-    view["speed"] = replica.speed
-    view["capacity_tokens"] = blocks * replica.block_size
-    view["block_size"] = replica.block_size
-    chunked = replica.scheduler in ("sarathi", "vllm_v1")
-    view["token_budget"] = replica.chunk_size if chunked else replica.max_batch_tokens
-    view["batch_cap"] = replica.batch_cap
-    view["prefill_tokens_per_s"] = prefill_tokens_per_s(
-        fleet.costs[c, r], view["token_budget"], replica.speed
-    )
-    view["metrics_at"] = NEVER

@@ -12,15 +12,12 @@ import math
 import numpy as np
 
 from tailrace.compiled import jit
+from tailrace.view.objective import compiled_cost
 
 #: The terms of a cluster's accounts, in the order of ``read``.
 TERMS = ("e2e_s", "ttft_s", "late_s", "lost", "soft_late", "early", "finished", "finished_tokens")
 N_TERMS = len(TERMS)
 E2E, TTFT, LATE, LOST_REQUESTS, SOFT_LATE, EARLY, FINISHED, FINISHED_TOKENS = range(N_TERMS)
-E2E_WEIGHT, TTFT_WEIGHT, LATE_WEIGHT = 0.2, 1.0, 2.0
-#: Seconds a lost request costs on top of what it had cost by then. Without it, requests sent to a
-#: replica that is about to die would be the cheapest.
-LOST_COST_S = 30.0
 
 
 @jit
@@ -171,5 +168,4 @@ def read(cluster, requests, t, terms):
 @jit
 def composite(terms):
     """Composite cost in s of accrued terms [N_TERMS]."""
-    cost = E2E_WEIGHT * terms[E2E] + TTFT_WEIGHT * terms[TTFT] + LATE_WEIGHT * terms[LATE]
-    return cost + LOST_COST_S * terms[LOST_REQUESTS]
+    return compiled_cost(terms[E2E], terms[TTFT], terms[LATE], terms[LOST_REQUESTS])

@@ -13,6 +13,7 @@ from tailrace.compiled import inlined, jit
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.sim import cost_accounts, engine
 from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, SLOT_ROW, SLOT_ROWS, Fleet
+from tailrace.view.objective import compiled_cost
 from tailrace.view.records import View
 
 NO_ACTION, SKIP = -1, -2
@@ -170,11 +171,11 @@ def accrued_cost(fleet, _tables, c, t):
         raise ValueError("this cluster keeps no accounts")
     requests = fleet.requests[c]
     cost_accounts.overdue_by(cluster, requests, t)
-    return (
-        cost_accounts.E2E_WEIGHT * cost_accounts.e2e_s(cluster, t)
-        + cost_accounts.TTFT_WEIGHT * cost_accounts.ttft_s(cluster, t)
-        + cost_accounts.LATE_WEIGHT * cost_accounts.late_s(cluster, t)
-        + cost_accounts.LOST_COST_S * cluster["lost"]
+    return compiled_cost(
+        cost_accounts.e2e_s(cluster, t),
+        cost_accounts.ttft_s(cluster, t),
+        cost_accounts.late_s(cluster, t),
+        cluster["lost"],
     )
 
 

@@ -14,12 +14,12 @@ import numpy as np
 from tailrace.compiled import jit
 from tailrace.sim import batching
 from tailrace.sim import server as servers
-from tailrace.sim.cost_accounts import E2E_WEIGHT, LATE_WEIGHT, TTFT_WEIGHT
 from tailrace.sim.types import (
     SLOT_OFFSET,
     SLOT_REQUEST,
     SLOT_ROWS,
 )
+from tailrace.view.objective import compiled_cost
 
 LOOKAHEAD, LOOKAHEAD_ORACLE = 23, 24
 #: An answer is expected to go on for at least this share of the predicted length.
@@ -168,12 +168,12 @@ def _roll(fleet, content, kv, c, r):
 
 @jit
 def _total_cost(fleet, facts, c, count):
-    """Cost in s of all requests on the ghost; see accounts.py for its terms."""
+    """Composite cost in s of all requests on the ghost."""
     total = 0.0
     for k in range(count):
         request = fleet.ghost_requests[c, k]
         ttft = request["first"] - request["arrived"]
         late = max(ttft - facts[fleet.ghost_numbers[c, k]]["ttft_slo"], 0.0)
         e2e = request["done"] - request["arrived"]
-        total += E2E_WEIGHT * e2e + TTFT_WEIGHT * ttft + LATE_WEIGHT * late
+        total += compiled_cost(e2e, ttft, late, 0)
     return total

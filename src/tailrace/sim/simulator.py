@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
-from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores
+from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, decide
 from tailrace.sim import engine as kernel
 from tailrace.sim.build import build_fleet, build_tables, why_not_compiled
 from tailrace.sim.feasibility import check_cluster, check_requests
@@ -25,7 +25,6 @@ from tailrace.sim.types import (
 )
 from tailrace.view.devices import resolved
 from tailrace.view.records import View
-from tailrace.view.selection import choose
 from tailrace.workload.table import RequestTable
 
 #: Decisions between two reports of progress, and batches recorded between two emptyings of the log.
@@ -226,11 +225,10 @@ class Simulation:
         decisions = 0
         while (view := self.next_decision()) is not None:
             self._pass_on_news(policy)
-            scores = checked_scores(policy, view)
-            replica = choose(scores, view.replicas, view.router, policy.lowest_id_wins)
+            replica = decide(policy, view)
             request, now = int(view.request["id"]), float(view.request["now"])
             self.assign(replica)
-            call_hook(policy, "sent", int(replica), request, now)
+            call_hook(policy, "sent", replica, request, now)
             decisions += 1
             if progress and decisions % 1000 == 0:
                 progress(self.settled)

@@ -10,7 +10,7 @@ from rich.text import Text
 from tailrace.evaluate.judge.compare import Comparison, Entry, Interval
 from tailrace.evaluate.measure.metrics import Latency, Summary
 from tailrace.evaluate.search.capacity import MaxLoad
-from tailrace.sim.cost_accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
+from tailrace.view.objective import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
 UNKNOWN = "-"
 STATISTICS = (("mean", "mean"), ("p50", "P50"), ("p90", "P90"), ("p99", "P99"))

@@ -8,8 +8,8 @@ from results import make_result
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Latency, composite_cost_s, slo_met, summarise
 from tailrace.files import dumps
-from tailrace.sim.cost_accounts import LOST_COST_S
 from tailrace.sim.result import FAILED, FINISHED, PENDING
+from tailrace.view.objective import LOST_COST_S
 
 
 def test_latencies_of_two_requests():

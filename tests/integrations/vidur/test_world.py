@@ -8,10 +8,10 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import composite_cost_s
 from tailrace.evaluate.measure.runner import traffic
-from tailrace.integrations.vidur.router import decide
 from tailrace.integrations.vidur.simulation import simulate
 from tailrace.integrations.vidur.world import VidurWorld
 from tailrace.policy import registry
+from tailrace.policy.base import decide
 from tailrace.sim.fleet import NO_ACTION, new_step, step_fleet
 from tailrace.sim.simulator import Simulation
 

@@ -15,11 +15,11 @@ from tailrace.policy.learned.architecture import pack
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim import cost_accounts
-from tailrace.sim.reference.routing import replica_views
 from tailrace.sim.simulator import simulate
 from tailrace.view.cost_model import cost_rows
 from tailrace.view.devices import cost_of
 from tailrace.view.records import REQUEST_VIEW, ROUTER, View
+from tailrace.view.replicas import idle_views
 
 SEED = seeds(Purpose.TRAINING, 1)[0]
 #: Every term counts, so that none can be wrong unseen.
@@ -151,7 +151,7 @@ def test_an_overruled_decision_is_the_worlds_and_its_cost_is_not_lost(variant):
 
 def view_of(number: int, now: float, available=(1, 1, 1)) -> View:
     """What a router sees of idle replicas."""
-    views = replica_views([Replica()] * len(available))
+    views = idle_views([Replica()] * len(available))
     views["available"] = available
     request, router = np.zeros(1, REQUEST_VIEW)[0], np.zeros(1, ROUTER)[0]
     request["id"], request["now"], request["arrived_at"] = number, now, now

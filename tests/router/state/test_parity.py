@@ -16,6 +16,7 @@ from tailrace.sim.reference import ReferenceEngine
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.routing import PolicyDispatcher
 from tailrace.sim.reference.server import Server
+from tailrace.view.bookkeeper import RequestFacts
 from tailrace.view.records import View
 from tailrace.workload.library import make
 from tailrace.workload.table import RequestTable
@@ -41,14 +42,14 @@ class Twin(PolicyDispatcher):
             self._send(request, replica)
             yield replica
 
-    def _show_replicas(self, request: Request) -> None:
-        super()._show_replicas(request)
+    def _show_replicas(self, facts: RequestFacts) -> None:
+        super()._show_replicas(facts)
         self.clock.now = now = float(self.request_view["now"])
         for number, server in enumerate(self.servers):
             self.cluster.set_available(number, server.available)
         for number in self.attempts:
             self._stream(number)
-        arrival = self._arrival(request)
+        arrival = self._arrival(facts)
         decision = self.chooser.choose(arrival)
         assert decision is not None
         self.decision = decision
@@ -72,30 +73,30 @@ class Twin(PolicyDispatcher):
         self.attempts[request.id] = attempt
         self.live[request.id] = request
 
-    def _arrival(self, request: Request) -> Arrival:
-        if request.id in self.arrivals:
-            return self.arrivals[request.id]
-        row = self.table.rows[request.id]
+    def _arrival(self, facts: RequestFacts) -> Arrival:
+        if facts.number in self.arrivals:
+            return self.arrivals[facts.number]
+        row = self.table.rows[facts.number]
         asked = RequestBody("completion", streams=True, ttft_slo_s=float(row["ttft_slo_s"]))
         if row["session"] >= 0:
             asked.session = str(row["session"])
         arrival = self.cluster.arrive(asked)
-        arrival.prompt_tokens = request.prompt
-        keys, tokens = self._runs(request.id)
+        arrival.prompt_tokens = facts.prompt_tokens
+        keys, tokens = self.runs(facts.number)
         if row["run_count"] == 0:
-            arrival.runs = private_block(request.id, request.prompt)
+            arrival.runs = private_block(facts.number, facts.prompt_tokens)
         else:
             arrival.runs = PromptBlocks(
                 np.append(keys, np.uint64(0)),
                 np.append(tokens, np.int32(0)),
                 int(tokens.sum()),
                 branch_at=-1,
-                prefix_hash=int(self.prefix_hash[request.id]),
+                prefix_hash=facts.prefix_hash,
                 end_key=0,
                 branch_key=0,
                 whole=0,
             )
-        self.arrivals[request.id] = arrival
+        self.arrivals[facts.number] = arrival
         return arrival
 
     def _stream(self, number: int) -> None:
@@ -125,8 +126,8 @@ class Twin(PolicyDispatcher):
         for request in requests:
             self.attempts.pop(request.id).close("backend_failed")
 
-    def _take_snapshot(self, now: float) -> None:
-        super()._take_snapshot(now)
+    def take_snapshot(self, now: float) -> None:
+        super().take_snapshot(now)
         self.clock.now = now
         for number, view in enumerate(self.views):
             self.cluster.scraped(number, view["waiting"], view["running"], view["kv_used"])

@@ -12,9 +12,8 @@ from pydantic import Field
 
 from tailrace.config import MAX_REPLICAS, Positive, Replica, Settings, load_toml, parse
 from tailrace.errors import TailraceError
-from tailrace.view.cost_model import cost_rows, prefill_tokens_per_s
-from tailrace.view.devices import cost_of, num_blocks_of
-from tailrace.view.records import HISTORY_S, NEVER, REPLICA_VIEW, REQUEST_VIEW, ROUTER, View
+from tailrace.view.records import HISTORY_S, REQUEST_VIEW, ROUTER, View
+from tailrace.view.replicas import idle_views, replica_costs
 
 Count = Annotated[int, Field(ge=0, le=2**40)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -127,12 +126,10 @@ def read(path: Path) -> Situation:
 def view_of(situation: Situation) -> View:
     """Return what a router would see."""
     replicas = [r for r in situation.replicas for _ in range(r.count)]
-    costs = cost_rows([cost_of(r) for r in replicas])
-    rows = np.zeros(len(replicas), REPLICA_VIEW)
-    for row, cost, replica in zip(rows, costs, replicas, strict=True):
-        _fill_configuration(row, cost, replica)
+    rows = idle_views(replicas)
+    for row, replica in zip(rows, replicas, strict=True):
+        row["available"] = replica.available
         _fill_ledger(row, replica, situation.request)
-        row["metrics_at"] = NEVER
         if replica.metrics_age_s is not None:
             row["metrics_at"] = NOW_S - replica.metrics_age_s
             for name in ("waiting", "running", "kv_used"):
@@ -156,22 +153,7 @@ def view_of(situation: Situation) -> View:
     router["watched_s"] = HISTORY_S
     router["looked_at"] = NOW_S
     router["recent_arrivals"] = situation.arrival_rate * HISTORY_S
-    return View(request[0], rows, costs, router[0])
-
-
-def _fill_configuration(row: np.void, cost: np.void, replica: ReplicaState) -> None:
-    chunked = replica.scheduler in ("sarathi", "vllm_v1")
-    budget = replica.chunk_size if chunked else replica.max_batch_tokens
-    for name, value in {
-        "available": replica.available,
-        "speed": replica.speed,
-        "capacity_tokens": num_blocks_of(replica) * replica.block_size,
-        "block_size": replica.block_size,
-        "token_budget": budget,
-        "batch_cap": replica.batch_cap,
-        "prefill_tokens_per_s": prefill_tokens_per_s(cost, budget, replica.speed),
-    }.items():
-        row[name] = value
+    return View(request[0], rows, replica_costs(replicas), router[0])
 
 
 def _fill_ledger(row: np.void, replica: ReplicaState, request: RequestState) -> None:

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
-from tailrace.sim.cost_accounts import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 from tailrace.sim.result import FAILED, FINISHED, PENDING, SimResult
+from tailrace.view.objective import composite_cost
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def request_times(result: SimResult) -> RequestTimes:
 def composite_cost_s(result: SimResult) -> NDArray[np.float64]:
     """Return the composite cost [R] of each request in seconds.
 
-    It is E2E_WEIGHT*e2e + TTFT_WEIGHT*ttft + LATE_WEIGHT*max(0, ttft - slo). A request that failed
-    or was never routed has these times until it failed or until the end of the run, and costs
-    LOST_COST_S more; one that never arrived, because what it follows was lost, just the latter.
+    See view/objective.py. A request that failed or was never routed counts up to its failure or to
+    the end of the run, and as lost; one that never arrived, because its predecessor was lost, just
+    as lost.
     """
     done = result.requests
     end = max(np.fmax.reduce(done[name], initial=0.0) for name in ("finished_s", "arrived_s"))
@@ -96,8 +96,7 @@ def composite_cost_s(result: SimResult) -> NDArray[np.float64]:
     e2e = np.nan_to_num(ended - done["arrived_s"])
     ttft = np.nan_to_num(answered - done["arrived_s"])
     late = np.maximum(ttft - result.table.rows["ttft_slo_s"], 0.0)
-    lost = LOST_COST_S * (done["status"] != FINISHED)
-    cost: NDArray[np.float64] = E2E_WEIGHT * e2e + TTFT_WEIGHT * ttft + LATE_WEIGHT * late + lost
+    cost: NDArray[np.float64] = composite_cost(e2e, ttft, late, done["status"] != FINISHED)
     return cost
 
 

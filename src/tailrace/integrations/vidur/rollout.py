@@ -14,6 +14,7 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.learn.improve.recorder import Recorder, Recording
 from tailrace.learn.improve.rollout import PER_CLUSTER, Ends, Rollout
+from tailrace.policy.base import decide
 from tailrace.seeds import Purpose, require
 from tailrace.workload.library import from_settings
 
@@ -41,7 +42,6 @@ def play(task: VidurTask) -> Rollout:
 
 
 def _play_one(task: VidurTask, k: int) -> Rollout:
-    from tailrace.integrations.vidur.router import decide
     from tailrace.integrations.vidur.simulation import prepare
 
     scenario, recording = task.scenario, task.recording

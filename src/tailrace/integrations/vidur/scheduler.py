@@ -17,9 +17,9 @@ from tailrace.config import Replica, RouterSettings, parse
 from tailrace.errors import TailraceError
 from tailrace.integrations.vidur.limits import SCHEDULERS
 from tailrace.integrations.vidur.measure import measured_cost
-from tailrace.integrations.vidur.router import PolicyHooks, VidurRouter, decide
+from tailrace.integrations.vidur.router import PolicyHooks, VidurRouter
 from tailrace.policy import registry
-from tailrace.policy.base import BuiltinPolicy, Policy, call_hook
+from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, decide
 from tailrace.view.devices import get
 from tailrace.view.records import View
 

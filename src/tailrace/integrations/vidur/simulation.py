@@ -25,12 +25,13 @@ from tailrace.integrations.vidur.predictor import (
     FormulaPredictor,
     TailraceExecutionTimePredictorConfig,
 )
-from tailrace.integrations.vidur.router import VidurRouter, Watcher, table_facts
+from tailrace.integrations.vidur.router import VidurRouter, Watcher
 from tailrace.integrations.vidur.scheduler import TailraceGlobalScheduler
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.sim.feasibility import check_cluster, check_requests
 from tailrace.sim.result import FINISHED, REQUEST_RESULT, SimResult
+from tailrace.view.bookkeeper import table_facts
 from tailrace.view.records import View
 from tailrace.workload.table import RequestTable
 

@@ -28,10 +28,8 @@ from tailrace.policy.learned.policy import forward_many, prior_scores
 from tailrace.seeds import generator
 from tailrace.sim import cost_accounts
 from tailrace.sim.fleet import new_step
-from tailrace.sim.reference.routing import replica_views
-from tailrace.view.cost_model import cost_rows
-from tailrace.view.devices import cost_of
 from tailrace.view.records import REQUEST_VIEW, ROUTER, View
+from tailrace.view.replicas import idle_views, replica_costs
 from tailrace.workload.table import DEFAULT_TTFT_SLO_S
 
 F32 = NDArray[np.float32]
@@ -297,9 +295,8 @@ def warm_up(recording: Recording, params: F64) -> None:
     replicas = [Replica(), Replica()]
     request: Any = np.zeros(1, REQUEST_VIEW)[0]
     request["prompt_tokens"], request["ttft_slo_s"] = 1, 1.0
-    costs = cost_rows([cost_of(replica) for replica in replicas])
     router: Any = np.zeros(1, ROUTER)[0]
-    view = View(request, replica_views(replicas), costs, router)
+    view = View(request, idle_views(replicas), replica_costs(replicas), router)
     for number in range(3):
         request["id"], request["now"], request["arrived_at"] = number, number, number
         recorder.sent(int(np.argmin(recorder.scores(view))), number, float(number))

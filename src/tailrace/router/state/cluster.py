@@ -33,12 +33,9 @@ from tailrace.router.state.attempt import OLDEST, WIDTH, Arrival, Attempt, Decis
 from tailrace.router.state.eviction import evict_until
 from tailrace.router.state.sessions import Sessions, SharedSessions
 from tailrace.router.state.shared_state import ROUTER_ROWS, WorkerView, index_entries
-from tailrace.sim.allocation import is_caching
-from tailrace.sim.reference.routing import replica_views
 from tailrace.view import ledger, prefix_index
-from tailrace.view.cost_model import cost_rows
-from tailrace.view.devices import cost_of
 from tailrace.view.records import REPLICA_VIEW, REQUEST_VIEW, ROUTER
+from tailrace.view.replicas import idle_views, is_caching, replica_costs
 from tailrace.view.selection import mix
 from tailrace.workload.table import DEFAULT_TPOT_SLO_S, DEFAULT_TTFT_SLO_S
 
@@ -112,7 +109,7 @@ class ClusterState:
         self.replicas: NDArray[np.void] = np.zeros(0, REPLICA_VIEW)
         self.seen = self.replicas
         """The same as policies see them: with what other workers did."""
-        self.costs = cost_rows([])
+        self.costs = replica_costs([])
         self.index = prefix_index.new_index(0, 16)
         self.waiting: list[dict[int, float]] = []
         self.epochs: list[int] = []
@@ -147,14 +144,14 @@ class ClusterState:
         n, old = len(self.replicas) + len(servers), len(self.replicas)
         worker_view, new = self.worker_view, slice(old, n)
         if worker_view is None:
-            self.replicas = np.concatenate([self.replicas, replica_views(servers)])
+            self.replicas = np.concatenate([self.replicas, idle_views(servers)])
             self.seen = self.replicas
         else:
             self.replicas = worker_view.own_replicas(n)
-            self.replicas[new] = replica_views(servers)
+            self.replicas[new] = idle_views(servers)
             self.seen = self.replicas.copy()
         self.backends += backends
-        self.costs = np.concatenate([self.costs, cost_rows([cost_of(s) for s in servers])])
+        self.costs = np.concatenate([self.costs, replica_costs(servers)])
         self.replicas["recent_at"][new] = self.clock()
         self.caching = np.append(self.caching, [self._believed(s) for s in servers])
         self.answers = np.append(self.answers, np.ones(len(servers), np.int64))

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
 from tailrace.router.settings import BackendSettings
-from tailrace.sim.reference.routing import replica_views
 from tailrace.view import prefix_index
 from tailrace.view.prefix_index import PrefixIndex
 from tailrace.view.records import REPLICA_VIEW, ROUTER
+from tailrace.view.replicas import idle_views
 
 #: Router records per worker; see kernels.py.
 ROUTER_ROWS = 4
@@ -40,7 +40,7 @@ def index_entries(capacity_tokens: NDArray[np.int64]) -> int:
 
 def new_shared_state(backends: Sequence[BackendSettings], workers: int) -> "SharedState":
     """Return an empty state for this many workers in front of these backends."""
-    capacity = replica_views([backend.server for backend in backends])["capacity_tokens"]
+    capacity = idle_views([backend.server for backend in backends])["capacity_tokens"]
     return SharedState(workers, len(backends), index_entries(capacity))
 
 

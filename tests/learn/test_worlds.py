@@ -291,8 +291,11 @@ def test_branching_leaves_the_world_and_the_memory_as_they_were(variant):
         while going:
             going = kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, packed, 25)
             if branching and going:
-                row = [array[0] for array in out.arrays().values()][:-1]
-                kernels.branch(fleet, tables, 0, twin, packed, 3, 1.0, 1.0, 1.0, *row, after, plan)
+                arrays = out.arrays()
+                rows = kernels.Rows._make(arrays[name] for name in kernels.Rows._fields)
+                kernels.branch(
+                    fleet, tables, 0, twin, packed, 3, 1.0, 1.0, 1.0, rows, 0, after, plan
+                )
         ends.append((simulation.result(), packed))
     (with_, its_network), (without, other_network) = ends
     assert with_.requests.tobytes() == without.requests.tobytes()

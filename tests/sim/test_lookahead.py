@@ -5,9 +5,7 @@ import pytest
 
 from tailrace.config import Cluster, Replica, RouterSettings
 from tailrace.policy import registry
-from tailrace.policy.rules import RULES
 from tailrace.sim import engine as kernel
-from tailrace.sim import lookahead
 from tailrace.sim.simulator import Simulation, simulate
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
@@ -20,13 +18,6 @@ def total_cost(result, rows: int) -> float:  # type: ignore[no-untyped-def]
     e2e = requests["finished_s"] - requests["arrived_s"]
     late = np.maximum(ttft - result.table.rows["ttft_slo_s"][:rows], 0)
     return float((0.2 * e2e + ttft + 2 * late).sum())
-
-
-def test_rule_codes_match_the_table():
-    codes = {rule.name: rule.code for rule in RULES}
-    assert codes["lookahead"] == lookahead.LOOKAHEAD
-    assert codes["lookahead_oracle"] == lookahead.LOOKAHEAD_ORACLE
-    assert max(codes.values()) == lookahead.LOOKAHEAD_ORACLE
 
 
 @pytest.mark.compiled

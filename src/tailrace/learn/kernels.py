@@ -2,10 +2,13 @@
 
 Both let a policy drive a cluster and write what was seen into preallocated arrays. ``network`` is
 the packed vector of the network in training (see policy/learned/architecture.py): its prior's
-scores and its memory belong to what is seen, whoever drives.
+scores and its memory are recorded whichever policy drives.
 """
 
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.compiled import jit
 from tailrace.policy.learned import architecture as a
@@ -19,6 +22,18 @@ from tailrace.view.selection import NO_REPLICA, choose, random_below, random_u64
 
 #: Cost of all choices but the teacher's own, where that one names no costs.
 NOT_CHOSEN = 1.0
+
+
+class Rows(NamedTuple):
+    """``K`` decisions to be filled in; the arrays of learn/samples.Samples, with its shapes."""
+
+    replica_obs: NDArray[np.float32]
+    request_obs: NDArray[np.float32]
+    mask: NDArray[np.bool_]
+    prior: NDArray[np.float64]
+    memory: NDArray[np.float32]
+    tried: NDArray[np.bool_]
+    costs: NDArray[np.float64]
 
 
 @jit
@@ -49,16 +64,16 @@ def _at_decision(f, tables, c):
 
 
 @jit
-def _see(f, c, network, replica_obs, request_obs, mask, prior, memory):
-    """Fill one row of what is known at the decision at hand."""
+def _see(f, c, network, out, k):
+    """Fill row ``k`` with what is known at the current decision."""
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
     view = View(f.requests_view[c], replicas, f.costs[c, :n], f.router[c])
-    observe(view, replica_obs, request_obs)
-    prior_scores(view, network, prior)
+    observe(view, out.replica_obs[k], out.request_obs[k])
+    prior_scores(view, network, out.prior[k])
     for r in range(n):
-        mask[r] = replicas[r]["available"] != 0
-    _save_memory(network, memory)
+        out.mask[k, r] = replicas[r]["available"] != 0
+    _save_memory(network, out.memory[k])
 
 
 @jit
@@ -89,28 +104,24 @@ def label(
     driver_differs,
     network,
     epsilon,
-    replica_obs,
-    request_obs,
-    mask,
-    prior,
-    memory,
-    costs,
+    out,
 ):
     """Let ``driver`` route while ``teacher`` says what each choice would have cost.
 
-    ``driver_differs``: the two are not the same policy. Fills replica_obs [K, n, F], request_obs
-    [K, G], mask [K, n], prior [K, n], memory [K, M] and costs [K, n] (s), one row per decision; a
-    share ``epsilon`` of the choices is random, so that the student sees states it would not get
-    into. A teacher that does not look ahead names no costs: its choice costs nothing, the others
-    NOT_CHOSEN. Returns the number of rows filled: less than K at the end of the traffic.
+    ``driver_differs``: the two are not the same policy. Fills all of ``out`` (Rows) but ``tried``,
+    one row per decision. A share ``epsilon`` of the choices is random, so that the student sees
+    states it would not get into by itself. A teacher that does not look ahead gives no costs: its
+    choice costs nothing, the others NOT_CHOSEN. Returns the number of rows filled, less than K at
+    the end of the traffic.
     """
+    costs = out.costs
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
     looks_ahead = teacher == lookahead.LOOKAHEAD or teacher == lookahead.LOOKAHEAD_ORACLE
     for k in range(costs.shape[0]):
         if not _at_decision(f, tables, c):
             return k
-        _see(f, c, network, replica_obs[k], request_obs[k], mask[k], prior[k], memory[k])
+        _see(f, c, network, out, k)
         if looks_ahead:
             content = clock.content_of(tables, f.clusters[c]["table"])
             kv = clock.cache_of(f, c, 0)
@@ -131,7 +142,7 @@ def label(
 
 @jit
 def drive(f, tables, c, driver, params, decisions):
-    """Let ``driver`` take some decisions; True: there is a request at hand, False: it is over."""
+    """Let ``driver`` take ``decisions`` decisions; False if the traffic ends with them."""
     for _ in range(decisions):
         if not _at_decision(f, tables, c):
             return False
@@ -141,7 +152,7 @@ def drive(f, tables, c, driver, params, decisions):
 
 @jit
 def unbalance(f, tables, c, decisions):
-    """Send most of some requests to one random replica; returns like :func:`drive`."""
+    """Send about three in four requests to one random replica; returns like :func:`drive`."""
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
     favourite = NO_REPLICA
@@ -168,24 +179,19 @@ def branch(
     horizon_s,
     reluctance,
     tail_weight,
-    replica_obs,
-    request_obs,
-    mask,
-    prior,
-    memory,
-    tried,
-    costs,
+    out,
+    k,
     after,
     plan,
 ):
-    """Try the network's ``candidates`` best replicas for the request at hand, and go on with it.
+    """Try the network's ``candidates`` best replicas for the current request, and go on with it.
 
     ``twin`` is a fleet of one cluster, used as working memory, as are ``after`` [M] and ``plan``
-    [requests]. Fills one row of what is seen, tried [n] and costs [n]: what accrues over
-    ``horizon_s`` on the very same arrivals, and what the requests then in the system go on to cost
-    if nothing else arrives; ``tail_weight`` times :func:`tail_s` is added. A session's next request
-    comes sooner if the answer before it does, so every arrival is credited with what one has cost
-    on average: cost per request counts, not per second.
+    [requests]. Fills row ``k`` of ``out`` (Rows). Its costs are what accrues over ``horizon_s`` on
+    the very same arrivals, plus what the requests then in the system go on to cost if nothing else
+    arrives, plus ``tail_weight`` times :func:`tail_s`. A session's next request comes sooner if the
+    answer before it does, so every arrival is credited with what one has cost on average: cost per
+    request counts, not per second.
 
     One small difference soon changes every later choice, and then chance decides what a branch
     costs. So the network's own choice goes first, and the other branches send later requests where
@@ -194,10 +200,11 @@ def branch(
     """
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
-    _see(f, c, network, replica_obs, request_obs, mask, prior, memory)
+    tried, costs = out.tried[k], out.costs[k]
+    _see(f, c, network, out, k)
     view = View(f.requests_view[c], replicas, f.costs[c, :n], f.router[c])
     learned_scores(view, network, costs)
-    first = _pick(costs, mask, candidates, tried)
+    first = _pick(costs, out.mask[k], candidates, tried)
     _save_memory(network, after)
     now = f.clusters[c]["now"]
     before = fleet.accrued_cost(f, tables, c, now)
@@ -208,8 +215,8 @@ def branch(
         usual += tail_weight * tail_s(f.requests[c], facts, 0, f.clusters[c]["highest"], 0.0)
     usual /= max(arrived, 1)
     plan[:] = NO_REPLICA
-    for k in range(n):
-        r = (first + k) % n
+    for step in range(n):
+        r = (first + step) % n
         costs[r] = 0.0
         if not tried[r]:
             continue
@@ -224,15 +231,15 @@ def branch(
         if tail_weight > 0.0:
             low, high = twin.clusters[0]["lowest"], twin.clusters[0]["highest"]
             costs[r] += tail_weight * tail_s(twin.requests[0], facts, low, high, now)
-    _load_memory(network, memory)
+    _load_memory(network, out.memory[k])
 
 
 @jit
 def tail_s(requests, facts, low, high, since):
-    """Squared times to first token over their targets, s, of those that came after ``since``.
+    """Sum of squared times to first token over their targets, s, of requests ``low`` to ``high``.
 
-    Summed over the requests from ``low`` to ``high``. A cost that rises evenly does not mind who
-    waits; this one minds a long wait more than many short ones.
+    Only first tokens after ``since`` count. The composite cost grows linearly with a wait; this
+    term makes one long wait worse than many short ones.
     """
     total = 0.0
     for n in range(low, high + 1):
@@ -244,7 +251,7 @@ def tail_s(requests, facts, low, high, since):
 
 @jit
 def _go_on(twin, tables, network, until_s, reluctance, plan):
-    """Route until a time by the ``plan`` [requests]; requests that have none are added to it."""
+    """Route until ``until_s`` by the ``plan`` [requests]; new choices are added to it."""
     cluster = twin.clusters[0]
     n = cluster["n_replicas"]
     replicas = twin.replicas_view[0, :n]
@@ -271,7 +278,7 @@ def _go_on(twin, tables, network, until_s, reluctance, plan):
 
 @jit
 def _pick(scores, mask, candidates, tried):
-    """Mark the possible choices with the lowest scores; returns the very lowest."""
+    """Mark the ``candidates`` possible choices of lowest score in ``tried``; return the lowest."""
     first = 0
     for r in range(scores.size):
         tried[r] = False

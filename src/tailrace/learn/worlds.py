@@ -155,12 +155,7 @@ def label(task: LabelTask) -> Samples:
         task.student_drives,
         network,
         task.epsilon,
-        out.replica_obs,
-        out.request_obs,
-        out.mask,
-        out.prior,
-        out.memory,
-        out.costs,
+        _rows(out),
     )
     out.tried[:] = out.mask
     return out.head(rows)
@@ -177,7 +172,7 @@ def branch(task: BranchTask) -> Samples:
     plan = np.zeros(task.world.requests, np.int64)
     horizon_s = max(task.horizon * task.world.stay_s(), task.min_horizon_s)
     horizon_s = min(horizon_s, task.max_horizon_s)
-    decisions = task.warmup
+    decisions, rows = task.warmup, _rows(out)
     for k in range(task.rows):
         if not kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, network, decisions):
             return out.head(k)
@@ -191,13 +186,8 @@ def branch(task: BranchTask) -> Samples:
             horizon_s,
             task.reluctance,
             task.world.tail_weight,
-            out.replica_obs[k],
-            out.request_obs[k],
-            out.mask[k],
-            out.prior[k],
-            out.memory[k],
-            out.tried[k],
-            out.costs[k],
+            rows,
+            k,
             after,
             plan,
         )
@@ -208,6 +198,10 @@ def branch(task: BranchTask) -> Samples:
 def _samples(world: World, fleet: Fleet, network: NDArray[np.float64], rows: int) -> Samples:
     replicas = int(fleet.clusters[0]["n_replicas"])
     return Samples.empty(rows, replicas, world.number, int(network[architecture.MEMORY]))
+
+
+def _rows(samples: Samples) -> kernels.Rows:
+    return kernels.Rows._make(getattr(samples, name) for name in kernels.Rows._fields)
 
 
 def score(task: ScoreTask) -> Played:

@@ -12,6 +12,7 @@ is not rolled forward, and a block that several requests share counts for each o
 import numpy as np
 
 from tailrace.compiled import jit
+from tailrace.policy.rules import CODE
 from tailrace.sim import batching
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
@@ -21,7 +22,7 @@ from tailrace.sim.types import (
 )
 from tailrace.view.objective import compiled_cost
 
-LOOKAHEAD, LOOKAHEAD_ORACLE = 23, 24
+LOOKAHEAD, LOOKAHEAD_ORACLE = CODE.lookahead, CODE.lookahead_oracle
 #: An answer is expected to go on for at least this share of the predicted length.
 LEAST_SHARE_LEFT = 0.25
 

@@ -12,7 +12,10 @@ Everything is finite and within ``+-LIMIT``. The number of features follows from
 
 import math
 import re
+from collections import namedtuple
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -48,7 +51,7 @@ _SIGNED_LOG = "sign(x) log1p(|x|)"
 _LOG_TOKENS = f"log1p(x/{TOKENS:g})"
 _LOG_SECONDS = f"log1p(x/{SECONDS:g})"
 
-#: Of each replica by itself, in the order in which ``_show_replica`` fills them in.
+#: Of each replica by itself; ``_show_replica`` fills them in.
 _OWN = (
     Feature("queued", "requests", _LOG, "ledger", "sent, no token back yet"),
     Feature("in_flight", "requests", _LOG, "ledger", "sent, not finished"),
@@ -140,12 +143,8 @@ _COMPARED = (
 )
 
 
-def _column(name: str) -> int:
-    return [feature.name for feature in _OWN].index(name)
-
-
 def _compared(name: str) -> Feature:
-    own = _OWN[_column(name)]
+    own = next(feature for feature in _OWN if feature.name == name)
     return Feature(
         f"{name}_vs_mean",
         own.unit,
@@ -165,8 +164,7 @@ REPLICA_FEATURES = (
     ),
 )
 
-#: Of the request and the cluster as a whole [G], in the order in which ``_show_request`` and
-#: ``_show_cluster`` fill them in.
+#: Of the request and of the cluster [G]; ``_show_request`` and ``_show_cluster`` fill them in.
 REQUEST_FEATURES = (
     Feature("prompt", "tokens", _LOG_TOKENS, "request", "prompt length"),
     Feature("predicted_output", "tokens", _LOG_TOKENS, "request", "predicted answer length"),
@@ -197,12 +195,18 @@ REQUEST_FEATURES = (
 N_REPLICA_FEATURES = len(REPLICA_FEATURES)
 N_REQUEST_FEATURES = len(REQUEST_FEATURES)
 
-# Compiled code knows the columns by number.
+
+def _columns(features: Sequence[Feature]) -> Any:
+    """Return the place of every feature by name, as a tuple that compiled code can read."""
+    names = [feature.name for feature in features]
+    return namedtuple("Columns", names)(*range(len(names)))
+
+
+#: Columns of REPLICA_FEATURES and REQUEST_FEATURES by name: ``row[COLUMN.queued]``.
+COLUMN, REQUEST_COLUMN = _columns(REPLICA_FEATURES), _columns(REQUEST_FEATURES)
 _FIRST_COMPARED = len(_OWN)
 _N_COMPARED = len(_COMPARED)
-_SOURCE = np.array([_column(name) for name in _COMPARED], np.int64)
-_BEST = _FIRST_COMPARED + _N_COMPARED
-_TTFT, _CACHED_SHARE, _KV_USED = _column("ttft"), _column("cached_share"), _column("kv_used")
+_SOURCE = np.array([getattr(COLUMN, name) for name in _COMPARED], np.int64)
 #: Columns that ``_rescale`` runs over: whole vectors. What lies behind ``_OWN`` is filled in later.
 _WHOLE = -(-len(_OWN) // 16) * 16
 _ZERO, _SMALLEST, _LARGEST = np.float32(0.0), np.float32(1e-30), np.float32(1e30)
@@ -257,36 +261,36 @@ def _show_replica(view, i, is_last, row):
     held = quantities.in_flight_tokens(replica)
     ttft = predicted_ttft(view, i)
     # Quantities as they are; ``_rescale`` makes the numbers of them.
-    row[0] = queued
-    row[1] = in_flight
-    row[2] = now - replica["oldest_sent"] if queued > 0 else 0.0
+    row[COLUMN.queued] = queued
+    row[COLUMN.in_flight] = in_flight
+    row[COLUMN.oldest_wait] = now - replica["oldest_sent"] if queued > 0 else 0.0
     mean_sent = replica["queued_since_sum"] / max(1, queued)
-    row[3] = now - mean_sent if queued > 0 else 0.0
-    row[4] = replica["queued_tokens"]
-    row[5] = replica["queued_uncached"]
-    row[6] = replica["context_tokens"]
+    row[COLUMN.mean_wait] = now - mean_sent if queued > 0 else 0.0
+    row[COLUMN.queued_tokens] = replica["queued_tokens"]
+    row[COLUMN.queued_uncached] = replica["queued_uncached"]
+    row[COLUMN.context] = replica["context_tokens"]
     streamed = replica["context_tokens"] - replica["answering_prompts"]
-    row[7] = replica["predicted_tokens"] - streamed
+    row[COLUMN.tokens_to_come] = replica["predicted_tokens"] - streamed
     watched_s = max(1.0, view.router["watched_s"])
-    row[8] = replica["recent_tokens"] / watched_s
-    row[9] = quantities.recent_work(view, i)
-    row[10] = in_flight - _mean_in_flight(view, i)
-    row[11] = quantities.kv_used(replica)
-    row[12] = quantities.waiting_now(replica)
-    row[13] = now - replica["metrics_at"] if has_metrics else 0.0
-    row[14] = 1.0 if has_metrics else 0.0
-    row[15] = _within((capacity - held - request["prompt_tokens"]) / capacity, 1.0)
-    row[16] = _within((slots - in_flight) / slots, 1.0)
-    row[17] = replica["cached_tokens"]
-    row[18] = quantities.matched_share(view, i)
-    row[19] = uncached
-    row[20] = _within(replica["index_tokens"] / capacity, 1.0)
-    row[21] = 1.0 if is_last else 0.0
-    row[22] = uncached / max(1e-9, replica["prefill_tokens_per_s"])
-    row[23] = ttft
-    row[24] = max(1e-9, ttft) / max(1e-9, request["ttft_slo_s"])
-    row[25] = _decode_s(view, i)
-    row[26] = max(1e-9, replica["prefill_tokens_per_s"])
+    row[COLUMN.throughput] = replica["recent_tokens"] / watched_s
+    row[COLUMN.recent_work] = quantities.recent_work(view, i)
+    row[COLUMN.trend] = in_flight - _mean_in_flight(view, i)
+    row[COLUMN.kv_used] = quantities.kv_used(replica)
+    row[COLUMN.waiting] = quantities.waiting_now(replica)
+    row[COLUMN.metrics_age] = now - replica["metrics_at"] if has_metrics else 0.0
+    row[COLUMN.has_metrics] = 1.0 if has_metrics else 0.0
+    row[COLUMN.kv_free] = _within((capacity - held - request["prompt_tokens"]) / capacity, 1.0)
+    row[COLUMN.slots_left] = _within((slots - in_flight) / slots, 1.0)
+    row[COLUMN.cached] = replica["cached_tokens"]
+    row[COLUMN.cached_share] = quantities.matched_share(view, i)
+    row[COLUMN.uncached] = uncached
+    row[COLUMN.index_fill] = _within(replica["index_tokens"] / capacity, 1.0)
+    row[COLUMN.is_last] = 1.0 if is_last else 0.0
+    row[COLUMN.prefill_s] = uncached / max(1e-9, replica["prefill_tokens_per_s"])
+    row[COLUMN.ttft] = ttft
+    row[COLUMN.ttft_to_slo] = max(1e-9, ttft) / max(1e-9, request["ttft_slo_s"])
+    row[COLUMN.decode] = _decode_s(view, i)
+    row[COLUMN.speed] = max(1e-9, replica["prefill_tokens_per_s"])
 
 
 @vectorised
@@ -335,8 +339,9 @@ def _compare(replicas, replica_obs):
             replica_obs[i, _FIRST_COMPARED + k] = replica_obs[i, _SOURCE[k]] - mean
     least, largest = _best(replicas, replica_obs)
     for i in range(replicas.size):
-        replica_obs[i, _BEST] = replica_obs[i, _TTFT] - least
-        replica_obs[i, _BEST + 1] = replica_obs[i, _CACHED_SHARE] - largest
+        replica_obs[i, COLUMN.ttft_vs_best] = replica_obs[i, COLUMN.ttft] - least
+        share = replica_obs[i, COLUMN.cached_share]
+        replica_obs[i, COLUMN.cached_share_vs_best] = share - largest
 
 
 @jit
@@ -357,8 +362,8 @@ def _best(replicas, replica_obs):
     for i in range(replicas.size):
         if replicas[i]["available"] != 0:
             any_available = True
-            least = min(least, replica_obs[i, _TTFT])
-            largest = max(largest, replica_obs[i, _CACHED_SHARE])
+            least = min(least, replica_obs[i, COLUMN.ttft])
+            largest = max(largest, replica_obs[i, COLUMN.cached_share])
     return (least if any_available else 0.0), largest
 
 
@@ -366,13 +371,13 @@ def _best(replicas, replica_obs):
 def _show_request(view, out):
     """The first columns of REQUEST_FEATURES."""
     request = view.request
-    out[0] = _log(request["prompt_tokens"], TOKENS)
-    out[1] = _log(request["predicted_output"], TOKENS)
-    out[2] = _log(request["now"] - request["arrived_at"], SECONDS)
-    out[3] = _log(request["turn"], 1.0)
-    out[4] = 1.0 if request["session"] >= 0 else 0.0
-    out[5] = math.log(max(1e-9, request["ttft_slo_s"]))
-    out[6] = math.log(max(1e-9, request["tpot_slo_s"]) / 0.05)
+    out[REQUEST_COLUMN.prompt] = _log(request["prompt_tokens"], TOKENS)
+    out[REQUEST_COLUMN.predicted_output] = _log(request["predicted_output"], TOKENS)
+    out[REQUEST_COLUMN.waited] = _log(request["now"] - request["arrived_at"], SECONDS)
+    out[REQUEST_COLUMN.turn] = _log(request["turn"], 1.0)
+    out[REQUEST_COLUMN.in_session] = 1.0 if request["session"] >= 0 else 0.0
+    out[REQUEST_COLUMN.ttft_slo] = math.log(max(1e-9, request["ttft_slo_s"]))
+    out[REQUEST_COLUMN.tpot_slo] = math.log(max(1e-9, request["tpot_slo_s"]) / 0.05)
 
 
 @jit
@@ -391,17 +396,17 @@ def _show_cluster(view, replica_obs, out):
             cached += (replicas[i]["cached_tokens"] > 0) / count
     best_ttft, best_share = _best(replicas, replica_obs)
     rate = view.router["recent_arrivals"] / max(1.0, view.router["watched_s"])
-    out[7] = _log(count, 1.0)
-    out[8] = _log(rate / max(1, count), 1.0)
-    out[9] = _log(mean, 1.0)
-    out[10] = _log(most - least, 1.0)
-    out[11] = _variation(mean, squares)
-    out[12] = _log(uncached, TOKENS)
-    out[13] = _variation(uncached, uncached_squares)
-    out[14] = _mean(replicas, replica_obs, _KV_USED)
-    out[15] = best_ttft
-    out[16] = best_share
-    out[17] = cached
+    out[REQUEST_COLUMN.replicas] = _log(count, 1.0)
+    out[REQUEST_COLUMN.arrival_rate] = _log(rate / max(1, count), 1.0)
+    out[REQUEST_COLUMN.mean_in_flight] = _log(mean, 1.0)
+    out[REQUEST_COLUMN.in_flight_spread] = _log(most - least, 1.0)
+    out[REQUEST_COLUMN.in_flight_cv] = _variation(mean, squares)
+    out[REQUEST_COLUMN.mean_uncached] = _log(uncached, TOKENS)
+    out[REQUEST_COLUMN.uncached_cv] = _variation(uncached, uncached_squares)
+    out[REQUEST_COLUMN.mean_kv_used] = _mean(replicas, replica_obs, COLUMN.kv_used)
+    out[REQUEST_COLUMN.best_ttft] = best_ttft
+    out[REQUEST_COLUMN.best_cached_share] = best_share
+    out[REQUEST_COLUMN.cached_replicas] = cached
 
 
 @jit

@@ -1,12 +1,15 @@
-"""The built-in rules: one table of them, and the one compiled function that reaches them all.
+"""The built-in rules: the table of all of them, and the compiled function that calls them.
 
 A rule is a compiled function ``rule(view, params, scores)`` that fills ``scores`` [n], lower is
-better. To add one: write it in a file of its family, import it here, add a line to RULES and a
-branch of the same code to ``score``. A test holds the two together.
+better. To add one: write it in the file of its family, import it here, append an entry to _TABLE
+and a branch ``code == CODE.name`` to ``score``. Numbers follow from the table, and
+tests/policy/test_dispatcher.py checks that table and branches agree.
 """
 
+from collections import namedtuple
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +37,6 @@ class Rule:
     """One built-in rule, as `tailrace policies` shows it."""
 
     name: str
-    code: int
-    """Its number in ``score``."""
     source: str
     """Where it comes from."""
     rule_text: str
@@ -52,6 +53,8 @@ class Rule:
     """Whether it reads the context of the answering requests."""
     in_engine: bool = False
     """Whether it runs inside the simulator only and has no branch in ``score``."""
+    code: int = -1
+    """Its number in compiled code: its place in the table."""
 
     def vector(self, changes: Mapping[str, float] | None = None) -> NDArray[np.float64]:
         """Return the parameters as a vector [p], with some of them changed."""
@@ -59,27 +62,24 @@ class Rule:
         return np.array([values[name] for name in self.params], np.float64)
 
 
-RULES = (
-    Rule("random", 0, "every router", "uniformly at random"),
-    Rule("round_robin", 1, "every router", "in turn, skipping unavailable replicas"),
+_TABLE = (
+    Rule("random", "every router", "uniformly at random"),
+    Rule("round_robin", "every router", "in turn, skipping unavailable replicas"),
     Rule(
         "vidur_lor",
-        2,
         "Vidur",
         "fewest waiting requests (snapshot plus sent since), ties to the lowest number",
         lowest_id_wins=True,
         uses_metrics=True,
     ),
-    Rule("least_outstanding", 3, "every router", "fewest requests in flight"),
+    Rule("least_outstanding", "every router", "fewest requests in flight"),
     Rule(
         "power_of_two",
-        4,
         "SGLang, Ray Serve, Envoy",
         "of two distinct random replicas the one with fewer requests in flight",
     ),
     Rule(
         "vllm_dp",
-        5,
         "vLLM's internal balancer",
         "min waiting_weight * waiting + running, waiting counted on between two snapshots",
         {"waiting_weight": 4.0},
@@ -87,26 +87,22 @@ RULES = (
     ),
     Rule(
         "least_pending_prefill",
-        6,
         "Vidur canary, lop",
         "fewest prompt tokens sent and without a first token yet",
     ),
     Rule(
         "least_pending_uncached",
-        7,
         "Llumnix",
         "min pending uncached prompt tokens + own uncached tokens",
         uses_prefix=True,
     ),
     Rule(
         "sticky_session",
-        8,
         "vLLM production-stack, Vidur canary",
         "the replica of the session's last request; without one, fewest in flight",
     ),
     Rule(
         "tolerant_sticky",
-        9,
         "after Vidur canary",
         "the session's replica while its pending + own uncached tokens <= tolerance * the least, "
         "else the least; Vidur compares spreads of that load instead",
@@ -115,7 +111,6 @@ RULES = (
     ),
     Rule(
         "cache_aware",
-        10,
         "SGLang gateway",
         "fewest in flight if max - min > load_gap and max > load_ratio * min; else longest prefix "
         "match if it exceeds match_rate of the prompt; else the smallest prefix tree",
@@ -124,7 +119,6 @@ RULES = (
     ),
     Rule(
         "prefix_hash",
-        11,
         "SGLang gateway, consistent hashing with bounded loads",
         "the replica drawn by rendezvous hash of the first 256 tokens while its load <= "
         "load_factor * the mean, this request included; else fewest in flight",
@@ -132,14 +126,12 @@ RULES = (
     ),
     Rule(
         "lmetric",
-        12,
         "LMetric",
         "min (pending + own uncached tokens) * (requests in flight + 1)",
         uses_prefix=True,
     ),
     Rule(
         "dynamo",
-        13,
         "NVIDIA Dynamo, KV router",
         "min overlap_weight * blocks to prefill + blocks held, both with the request on board, "
         "ties to the smaller index, temperature 0; blocks shared by requests count for each",
@@ -149,7 +141,6 @@ RULES = (
     ),
     Rule(
         "llm_d",
-        14,
         "llm-d, built-in profile",
         "max queue_weight * (longest - queue)/(longest - shortest) + kv_weight * (1 - KV use) + "
         "prefix_weight * matched share",
@@ -160,7 +151,6 @@ RULES = (
     ),
     Rule(
         "llm_d_sticky",
-        15,
         "llm-d guides, prefix-cache-affinity filter",
         "fewest pending + own uncached tokens among the replicas with match_rate of the prompt's "
         "blocks, unless pending tokens / prefill throughput of the best of them exceeds that of "
@@ -170,7 +160,6 @@ RULES = (
     ),
     Rule(
         "load_aware",
-        16,
         "vLLM production-stack",
         "max matched share - load_weight * (in flight - mean)/max(1, mean)",
         {"load_weight": 1.0},
@@ -178,7 +167,6 @@ RULES = (
     ),
     Rule(
         "least_load",
-        17,
         "Shepherd model gateway",
         "min pending uncached tokens / prefill throughput + kv_weight * k/(1 - k), k = KV use; "
         "the pending tokens are the router's own count, which no poll makes stale",
@@ -188,7 +176,6 @@ RULES = (
     ),
     Rule(
         "aibrix_prefix",
-        18,
         "AIBrix, prefix-cache",
         "fewest in flight if max - min > load_gap; else the longest match with at most mean + "
         "deviations * standard deviation in flight; else fewest in flight",
@@ -197,7 +184,6 @@ RULES = (
     ),
     Rule(
         "preble",
-        19,
         "Preble",
         "the replica with the prefix if more than exploit_share of the prompt is cached; else min "
         "recent work + eviction_weight * evicted + missed tokens, in seconds of prefill; work "
@@ -207,7 +193,6 @@ RULES = (
     ),
     Rule(
         "llumnix",
-        20,
         "Llumnix",
         "max (free blocks - blocks of the queued prompts) / requests in flight, idle ones first; "
         "dispatching only, no migration",
@@ -216,7 +201,6 @@ RULES = (
     ),
     Rule(
         "dual_map",
-        21,
         "DualMap",
         "two candidates by hash of the first 256 tokens: the more cached one while its predicted "
         "first token comes within slo_share * the target, else the one predicted faster; no "
@@ -227,7 +211,6 @@ RULES = (
     ),
     Rule(
         "least_predicted_ttft",
-        22,
         "own, after Block",
         "earliest first token by the calibrated cost model",
         uses_prefix=True,
@@ -235,7 +218,6 @@ RULES = (
     ),
     Rule(
         "lookahead",
-        23,
         "own",
         "least marginal cost by looking ahead with predicted output lengths",
         uses_prefix=True,
@@ -243,7 +225,6 @@ RULES = (
     ),
     Rule(
         "lookahead_oracle",
-        24,
         "own, reference only",
         "the same with the true output lengths",
         uses_prefix=True,
@@ -251,67 +232,72 @@ RULES = (
     ),
 )
 
+RULES = tuple(replace(rule, code=code) for code, rule in enumerate(_TABLE))
+#: Their codes by name, for compiled code: ``CODE.random``.
+_Codes: Any = namedtuple("_Codes", [rule.name for rule in RULES])
+CODE = _Codes(*(rule.code for rule in RULES))
+
 #: A trained network. No rule of its own: its parameters are read from a file
 #: (policy/learned/policy.py), and it may look at everything.
 LEARNED = Rule(
     "learned",
-    25,
     "own",
     "the replica of highest logit",
     uses_metrics=True,
     uses_prefix=True,
     uses_context=True,
+    code=len(RULES),
 )
 
 
 @jit
 def score(code, view, params, scores):
     """Fill ``scores`` [n] by the rule of this code; ``params`` [p] in the order of its entry."""
-    if code == 0:
+    if code == CODE.random:
         random(view, params, scores)
-    elif code == 1:
+    elif code == CODE.round_robin:
         round_robin(view, params, scores)
-    elif code == 2:
+    elif code == CODE.vidur_lor:
         vidur_lor(view, params, scores)
-    elif code == 3:
+    elif code == CODE.least_outstanding:
         least_outstanding(view, params, scores)
-    elif code == 4:
+    elif code == CODE.power_of_two:
         power_of_two(view, params, scores)
-    elif code == 5:
+    elif code == CODE.vllm_dp:
         vllm_dp(view, params, scores)
-    elif code == 6:
+    elif code == CODE.least_pending_prefill:
         least_pending_prefill(view, params, scores)
-    elif code == 7:
+    elif code == CODE.least_pending_uncached:
         least_pending_uncached(view, params, scores)
-    elif code == 8:
+    elif code == CODE.sticky_session:
         sticky_session(view, params, scores)
-    elif code == 9:
+    elif code == CODE.tolerant_sticky:
         tolerant_sticky(view, params, scores)
-    elif code == 10:
+    elif code == CODE.cache_aware:
         cache_aware(view, params, scores)
-    elif code == 11:
+    elif code == CODE.prefix_hash:
         prefix_hash(view, params, scores)
-    elif code == 12:
+    elif code == CODE.lmetric:
         lmetric(view, params, scores)
-    elif code == 13:
+    elif code == CODE.dynamo:
         dynamo(view, params, scores)
-    elif code == 14:
+    elif code == CODE.llm_d:
         llm_d(view, params, scores)
-    elif code == 15:
+    elif code == CODE.llm_d_sticky:
         llm_d_sticky(view, params, scores)
-    elif code == 16:
+    elif code == CODE.load_aware:
         load_aware(view, params, scores)
-    elif code == 17:
+    elif code == CODE.least_load:
         least_load(view, params, scores)
-    elif code == 18:
+    elif code == CODE.aibrix_prefix:
         aibrix_prefix(view, params, scores)
-    elif code == 19:
+    elif code == CODE.preble:
         preble(view, params, scores)
-    elif code == 20:
+    elif code == CODE.llumnix:
         llumnix(view, params, scores)
-    elif code == 21:
+    elif code == CODE.dual_map:
         dual_map(view, params, scores)
-    elif code == 22:
+    elif code == CODE.least_predicted_ttft:
         least_predicted_ttft(view, params, scores)
     else:
         raise ValueError("no rule of this code runs in score()")

@@ -16,12 +16,12 @@ from tailrace.emulate.job import Job
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.timers import Handle
 from tailrace.sim.reference.blocks import BlockPool
-from tailrace.sim.reference.content import BlockId, Content
+from tailrace.sim.reference.content import BlockId, BlockNames
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.server import NEVER_S, Server
 
 
-class LiveContent(Content):
+class LiveContent(BlockNames):
     """Block names of prompts that come as tokens: a chain of hashes, as in vLLM."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.observation import LIMIT, N_REPLICA_FEATURES, N_REQUEST_FEATURES
 from tailrace.seeds import SEEDS_PER_PURPOSE, Purpose, require, seeds
 from tailrace.sim import engine
-from tailrace.sim.allocation import Room, new_fleet, new_tables
+from tailrace.sim.allocation import Allocation, new_fleet, new_tables
 from tailrace.sim.build import lay_out, set_up
 from tailrace.sim.fleet import NO_ACTION, SKIP, begin, follow, new_step, step_fleet
 from tailrace.sim.types import Fleet
@@ -47,13 +47,13 @@ class Core:
         self.n = n
         self.settings = settings
         self.episodes = Episodes(worlds, settings.decisions)
-        self._room = self.episodes.largest(seeds(Purpose.TRAINING, 1)[0])
-        self.replicas = max(settings.max_replicas or 0, self._room.replicas)
-        if settings.max_replicas is not None and settings.max_replicas < self._room.replicas:
+        largest = self.episodes.largest(seeds(Purpose.TRAINING, 1)[0])
+        self.replicas = max(settings.max_replicas or 0, largest.replicas)
+        if settings.max_replicas is not None and settings.max_replicas < largest.replicas:
             raise TailraceError(
-                f"max_replicas = {settings.max_replicas}, but a cluster has {self._room.replicas}"
+                f"max_replicas = {settings.max_replicas}, but a cluster has {largest.replicas}"
             )
-        self._room = self._room.joined(Room(replicas=self.replicas)).with_slack()
+        self._allocation = largest.joined(Allocation(replicas=self.replicas)).with_slack()
         self.reward = Reward(settings.reward, n)
         self.step_out = new_step(n, self.replicas)
         self.decisions = np.zeros(n, np.int64)
@@ -63,7 +63,7 @@ class Core:
         self._fleets: list[
             Fleet
         ] = []  # its own and, if there is a rule to compare with, that one's
-        self._tables = new_tables(Room(), 0)
+        self._tables = new_tables(Allocation(), 0)
 
     # ---- episodes -------------------------------------------------------------------------------
 
@@ -88,14 +88,14 @@ class Core:
         self, which: NDArray[np.int64], episode_seeds: Sequence[int], anew: bool = False
     ) -> None:
         episodes = [self.episodes.make(require(s, Purpose.TRAINING)) for s in episode_seeds]
-        needed = reduce(Room.joined, map(self._checked, episodes), self._room)
+        needed = reduce(Allocation.joined, map(self._checked, episodes), self._allocation)
         if not self._fleets:
-            self._room = needed
+            self._allocation = needed
             self._lay_out_fleets()
-        elif needed != self._room and anew:  # nothing is under way that had to be moved
-            self._room = needed.with_slack()
+        elif needed != self._allocation and anew:  # nothing is under way that had to be moved
+            self._allocation = needed.with_slack()
             self._lay_out_fleets()
-        elif needed != self._room:
+        elif needed != self._allocation:
             self._grow(needed.with_slack())
         for k, c in enumerate(which):
             self._start(int(c), episodes[k // self.settings.group])
@@ -106,31 +106,32 @@ class Core:
         step_fleet(self._fleets[0], self._tables, actions, self.step_out)
         self._check()
 
-    def _checked(self, episode: Episode) -> Room:
-        room = episode.room
-        if room.replicas > self.replicas:
+    def _checked(self, episode: Episode) -> Allocation:
+        needed = episode.allocation
+        if needed.replicas > self.replicas:
             raise TailraceError(
-                f"{episode.scenario.name} has {room.replicas} replicas, but there is room for "
+                f"{episode.scenario.name} has {needed.replicas} replicas, but there is room for "
                 f"{self.replicas}; set max_replicas"
             )
-        return room
+        return needed
 
     def _lay_out_fleets(self) -> None:
         count = 1 if self._rule is None else 2
-        self._fleets = [new_fleet(self._room, self.n) for _ in range(count)]
-        self._tables = new_tables(self._room, self.n)
+        self._fleets = [new_fleet(self._allocation, self.n) for _ in range(count)]
+        self._tables = new_tables(self._allocation, self.n)
         self.playing = [None] * self.n
 
-    def _grow(self, room: Room) -> None:
+    def _grow(self, needed: Allocation) -> None:
         """Move to larger arrays. Hash tables and stacks cannot be stretched while in use."""
         for name in ("slots", "blocks", "index_entries", "explicit_slots"):
-            if getattr(room, name) > getattr(self._room, name):
+            wanted, there = getattr(needed, name), getattr(self._allocation, name)
+            if wanted > there:
                 raise TailraceError(
-                    f"an episode needs room for {getattr(room, name)} {name}, the largest seen "
-                    f"before had {getattr(self._room, name)}; make the sampler's replicas alike in "
+                    f"an episode needs room for {wanted} {name}, the largest seen "
+                    f"before had {there}; make the sampler's replicas alike in "
                     "batch_cap, num_blocks and index_entries, or smaller than its first draws"
                 )
-        self._room = room
+        self._allocation = needed
         playing = self.playing
         before: list[Any] = [*self._fleets, self._tables]
         self._lay_out_fleets()

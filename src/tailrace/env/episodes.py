@@ -8,7 +8,7 @@ from tailrace import scenario as scenarios
 from tailrace.config import Replica, Scenario
 from tailrace.errors import TailraceError
 from tailrace.seeds import Purpose, generator, require
-from tailrace.sim.allocation import Room, room_for
+from tailrace.sim.allocation import Allocation, allocation_for
 from tailrace.sim.build import why_not_compiled
 from tailrace.sim.feasibility import check_cluster, check_requests
 from tailrace.view.devices import resolved
@@ -31,10 +31,10 @@ class Episode:
     table: RequestTable
 
     @property
-    def room(self) -> Room:
+    def allocation(self) -> Allocation:
         """What its cluster and table need."""
         events = len(self.scenario.events)
-        return room_for(self.replicas, self.table, self.scenario.router, events)
+        return allocation_for(self.replicas, self.table, self.scenario.router, events)
 
 
 class Episodes:
@@ -80,10 +80,10 @@ class Episodes:
         check_requests(replicas, table)
         return Episode(scenario, seed, replicas, table)
 
-    def largest(self, seed: int) -> Room:
+    def largest(self, seed: int) -> Allocation:
         """Return room for the largest cluster among the scenarios (some draws of a function)."""
         if self._sampler is None:
             episodes = [self._lay_out(scenario, seed) for scenario in self._scenarios]
         else:
             episodes = [self.make(seed + k) for k in range(PROBES)]
-        return reduce(Room.joined, (episode.room for episode in episodes))
+        return reduce(Allocation.joined, (episode.allocation for episode in episodes))

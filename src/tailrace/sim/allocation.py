@@ -28,7 +28,7 @@ from tailrace.workload.table import RequestTable
 
 
 @dataclass(frozen=True)
-class Room:
+class Allocation:
     """Sizes that are enough for some clusters and tables."""
 
     replicas: int = 1
@@ -51,11 +51,11 @@ class Room:
     runs_per_request: int = 1
     events: int = 0
 
-    def joined(self, other: "Room") -> "Room":
+    def joined(self, other: "Allocation") -> "Allocation":
         """Return sizes that are enough for both."""
-        return Room(*map(max, astuple(self), astuple(other)))
+        return Allocation(*map(max, astuple(self), astuple(other)))
 
-    def with_slack(self) -> "Room":
+    def with_slack(self) -> "Allocation":
         """Return half as much again of what differs from table to table."""
         growing = ("blocks_per_request", "waiting", "sessions", "runs", "runs_per_request")
         return replace(self, **{name: getattr(self, name) * 3 // 2 for name in growing})
@@ -68,14 +68,14 @@ def is_explicit(replica: Replica) -> bool:
     )
 
 
-def room_for(
+def allocation_for(
     replicas: Sequence[Replica], table: RequestTable, router: RouterSettings, events: int = 0
-) -> Room:
+) -> Allocation:
     """Return what one cluster with one table needs."""
     caching = [r for r in replicas if is_caching(r)]
     explicit = [r for r in replicas if is_explicit(r)]
     rows = table.rows
-    return Room(
+    return Allocation(
         replicas=len(replicas),
         slots=max(r.batch_cap for r in replicas),
         block_size=max(r.block_size for r in replicas),
@@ -101,7 +101,7 @@ def _longest_row(replicas: Sequence[Replica], table: RequestTable) -> int:
     )
 
 
-def new_tables(room: Room, count: int) -> Tables:
+def new_tables(room: Allocation, count: int) -> Tables:
     """Return ``count`` tables without requests."""
     events = np.zeros((count, room.events), EVENT)
     events["at"] = np.inf
@@ -116,7 +116,7 @@ def new_tables(room: Room, count: int) -> Tables:
 
 
 def new_fleet(
-    room: Room,
+    room: Allocation,
     count: int,
     *,
     record_batches: int = 0,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.sim import server as servers
-from tailrace.sim.allocation import Room, is_explicit, new_fleet, new_tables, room_for
+from tailrace.sim.allocation import Allocation, allocation_for, is_explicit, new_fleet, new_tables
 from tailrace.sim.kvcache import KvCache
 from tailrace.sim.types import EVENT_CODES, SCHEDULER_CODES, Fleet, Tables
 from tailrace.view.devices import num_blocks_of
@@ -39,7 +39,7 @@ def build_tables(
     tables: Sequence[RequestTable], events: Sequence[Event], router: RouterSettings, seed: int
 ) -> Tables:
     """Lay out request tables for the engine, padded to the longest."""
-    room = Room(
+    room = Allocation(
         requests=max(len(t) for t in tables),
         runs=max(len(t.runs) for t in tables),
         events=len(events),
@@ -113,9 +113,9 @@ def build_fleet(
     """Return ``len(seeds)`` equal clusters at time 0; cluster c plays table ``c % len(tables)``."""
     replicas = cluster.expanded()
     events = laid_out.events.shape[1]
-    needs = [room_for(replicas, table, router, events) for table in tables]
+    needs = [allocation_for(replicas, table, router, events) for table in tables]
     fleet = new_fleet(
-        reduce(Room.joined, needs),
+        reduce(Allocation.joined, needs),
         len(seeds),
         record_batches=record_batches,
         record_news=record_news,

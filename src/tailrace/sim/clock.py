@@ -10,7 +10,7 @@ import numpy as np
 from tailrace.compiled import inlined, jit
 from tailrace.sim import arrival_heap, cost_accounts
 from tailrace.sim import server as servers
-from tailrace.sim.kvcache import Content, KvCache, private_path
+from tailrace.sim.kvcache import KvCache, PromptContent, private_path
 from tailrace.sim.types import NEWS_FINISHED, NEWS_FIRST_TOKEN
 from tailrace.view import ledger, prefix_index
 from tailrace.view.prefix_index import PrefixIndex
@@ -19,7 +19,7 @@ from tailrace.view.prefix_index import PrefixIndex
 @inlined
 def content_of(tables, table):
     """What the prompts of one table consist of."""
-    return Content(tables.facts[table], tables.run_keys[table], tables.run_tokens[table])
+    return PromptContent(tables.facts[table], tables.run_keys[table], tables.run_tokens[table])
 
 
 @inlined

@@ -25,7 +25,7 @@ class KvCache(NamedTuple):
     rows_free: NDArray[np.int64]
 
 
-class Content(NamedTuple):
+class PromptContent(NamedTuple):
     """What the prompts of one request table consist of; see Tables for shapes."""
 
     facts: NDArray[np.void]

@@ -3,7 +3,7 @@
 import pytest
 
 from reference_runs import replica_of, table_of
-from tailrace.sim.reference.content import Content
+from tailrace.sim.reference.content import BlockNames
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.server import make_scheduler
 
@@ -11,7 +11,7 @@ from tailrace.sim.reference.server import make_scheduler
 def scheduler_of(name, rows=(), compat=False, **settings):
     """Return a scheduler with the requests (arrival, prompt, output) in its queue."""
     table = table_of(rows) if rows else table_of([(0.0, 1, 1)])
-    scheduler = make_scheduler(replica_of(name, **settings), compat, Content(table))
+    scheduler = make_scheduler(replica_of(name, **settings), compat, BlockNames(table))
     for number, (arrival, prompt, output, *_) in enumerate(rows):
         scheduler.add(Request(number, prompt, output, arrival, arrival))
     return scheduler

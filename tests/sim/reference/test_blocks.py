@@ -3,7 +3,7 @@
 import pytest
 
 from tailrace.sim.reference.blocks import BlockCounter, BlockPool
-from tailrace.sim.reference.content import Content
+from tailrace.sim.reference.content import BlockNames
 from tailrace.sim.reference.request import Batch, Request
 from tailrace.workload.table import RequestTable
 
@@ -119,7 +119,7 @@ def table(*prompts):
 
 
 def test_blocks_are_named_by_the_run_of_their_last_token():
-    content = Content(
+    content = BlockNames(
         table(
             (10, 3, [(1, 6), (2, 4)]),
             (12, 1, [(1, 6), (2, 6)]),
@@ -138,14 +138,14 @@ def test_blocks_are_named_by_the_run_of_their_last_token():
 
 
 def test_block_belongs_to_the_run_it_ends_in():
-    content = Content(table((6, 1, [(1, 5), (2, 1)]), (6, 1, [(1, 6)])))
+    content = BlockNames(table((6, 1, [(1, 5), (2, 1)]), (6, 1, [(1, 6)])))
     ends_in_stream_2, ends_in_stream_1 = content.block_ids(0, 3), content.block_ids(1, 3)
     assert ends_in_stream_2[0] == ends_in_stream_1[0]
     assert ends_in_stream_2[1] != ends_in_stream_1[1]
 
 
 def test_empty_runs_are_no_content():
-    content = Content(table((8, 1, [(1, 4), (2, 4)]), (8, 1, [(1, 4), (9, 0), (2, 4)])))
+    content = BlockNames(table((8, 1, [(1, 4), (2, 4)]), (8, 1, [(1, 4), (9, 0), (2, 4)])))
     assert content.block_ids(0, 4) == content.block_ids(1, 4)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tailrace.config import Replica
 from tailrace.sim.reference.blocks import BlockPool
-from tailrace.sim.reference.content import Content
+from tailrace.sim.reference.content import BlockNames
 from tailrace.sim.reference.request import Batch, Request
 from tailrace.sim.reference.scheduler import CountingScheduler, Scheduler
 
@@ -67,7 +67,7 @@ class VllmV1(Scheduler):
 
     memory: BlockPool
 
-    def __init__(self, config: Replica, compat: bool, content: Content) -> None:
+    def __init__(self, config: Replica, compat: bool, content: BlockNames) -> None:
         super().__init__(config, compat)
         assert config.num_blocks is not None
         extra_blocks = -(-config.preallocate_tokens // config.block_size)

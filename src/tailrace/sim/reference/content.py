@@ -11,7 +11,7 @@ from tailrace.workload.table import RequestTable
 BlockId = tuple[int, int]
 
 
-class Content:
+class BlockNames:
     """Block names of the requests of a table, made when first asked for."""
 
     def __init__(self, table: RequestTable) -> None:

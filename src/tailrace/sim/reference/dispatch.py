@@ -54,7 +54,7 @@ class Dispatcher:
         return 0
 
 
-class Recorded(Dispatcher):
+class RecordedDispatcher(Dispatcher):
     """Sends every request where it went in a recorded run."""
 
     def __init__(self, replicas: NDArray[np.integer] | Sequence[int]) -> None:

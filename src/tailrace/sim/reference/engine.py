@@ -17,8 +17,8 @@ from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy.base import Policy
 from tailrace.sim.feasibility import check_cluster, check_requests
-from tailrace.sim.reference.content import Content
-from tailrace.sim.reference.dispatch import Dispatcher, Recorded
+from tailrace.sim.reference.content import BlockNames
+from tailrace.sim.reference.dispatch import Dispatcher, RecordedDispatcher
 from tailrace.sim.reference.request import Batch, Request
 from tailrace.sim.reference.routing import PolicyDispatcher
 from tailrace.sim.reference.server import NEVER_S, Server, batch_rows
@@ -72,14 +72,14 @@ class ReferenceEngine:
             raise TailraceError("a run needs a policy, recorded replicas or a dispatcher")
         return ReferenceRun(self, dispatcher, record_batches).run()
 
-    def _recorded(self, replicas: NDArray[np.integer] | Sequence[int]) -> Recorded:
+    def _recorded(self, replicas: NDArray[np.integer] | Sequence[int]) -> RecordedDispatcher:
         if len(replicas) != len(self.table):
             raise TailraceError(
                 f"{len(replicas)} recorded replicas were given for {len(self.table)} requests"
             )
         if any(event.kind == "die" for event in self.events):
             raise TailraceError("recorded replicas cannot be replayed when a replica dies")
-        return Recorded(replicas)
+        return RecordedDispatcher(replicas)
 
 
 class ReferenceRun:
@@ -92,7 +92,7 @@ class ReferenceRun:
         self.compat = setup.engine.vidur_compat
         self.dispatcher = dispatcher
         self.record_batches = record_batches
-        content = Content(self.table)
+        content = BlockNames(self.table)
         self.servers = [
             Server(number, config, self.compat, content)
             for number, config in enumerate(setup.replicas)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tailrace.config import CostModel, Replica
 from tailrace.errors import TailraceError
 from tailrace.sim.reference.chunked import Sarathi, VllmV1
-from tailrace.sim.reference.content import Content
+from tailrace.sim.reference.content import BlockNames
 from tailrace.sim.reference.prefill_first import FasterTransformer, LightLlm, Orca, Vllm
 from tailrace.sim.reference.request import Batch, Request
 from tailrace.sim.reference.scheduler import Scheduler
@@ -28,14 +28,14 @@ _COUNTING: dict[str, Callable[[Replica, bool], Scheduler]] = {
 }
 
 
-def make_scheduler(config: Replica, compat: bool, content: Content) -> Scheduler:
+def make_scheduler(config: Replica, compat: bool, content: BlockNames) -> Scheduler:
     """Return an empty scheduler of the kind a replica is configured with."""
     if config.scheduler == "vllm_v1":
         return VllmV1(config, compat, content)
     return _COUNTING[config.scheduler](config, compat)
 
 
-class Stage:
+class PipelineStage:
     """A pipeline stage: works on one batch at a time, first come first served."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Stage:
 class Server:
     """A replica. With one stage it is a server of iterations: work that comes waits for the end."""
 
-    def __init__(self, number: int, config: Replica, compat: bool, content: Content) -> None:
+    def __init__(self, number: int, config: Replica, compat: bool, content: BlockNames) -> None:
         self.number = number
         self.config = config
         self.compat = compat
@@ -65,7 +65,7 @@ class Server:
         self.recorded: list[tuple[Any, ...]] | None = None
         self._content = content
         self._cost = cost_rows([_cost_model(config)])[0]
-        self._stages = [Stage() for _ in range(config.num_stages)]
+        self._stages = [PipelineStage() for _ in range(config.num_stages)]
         self._in_flight: list[Batch] = []
         self._has_news = False
 
@@ -186,7 +186,7 @@ class Server:
             )
         )
 
-    def _record(self, number: int, stage: Stage, batch: Batch) -> tuple[Any, ...]:
+    def _record(self, number: int, stage: PipelineStage, batch: Batch) -> tuple[Any, ...]:
         return (
             self.number,
             number,

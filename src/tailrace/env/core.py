@@ -1,4 +1,4 @@
-"""What all environments share: a fleet, the episodes its clusters play, and the reward."""
+"""Shared by all environments: a fleet, the episodes its clusters play, and the reward."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -33,15 +33,15 @@ class EnvSettings(Settings):
     max_replicas: int | None = None
     """Replicas there is room for in an observation; default: the largest cluster's."""
     group: int = 1
-    """So many neighbouring clusters play the same scenario with the same requests."""
+    """Number of neighbouring clusters that play the same scenario with the same requests."""
     reward: RewardSettings = RewardSettings()
 
 
 class Core:
-    """``n`` clusters that start anew, each with another episode, when theirs is over."""
+    """``n`` clusters; each starts another episode when its own is over."""
 
     def __init__(self, worlds: Worlds, n: int, settings: EnvSettings) -> None:
-        """Find out how large the clusters are; nothing is laid out before the first reset."""
+        """Find the size of the clusters; arrays are allocated at the first reset."""
         if n < 1 or n % settings.group:
             raise TailraceError(f"{n} clusters cannot be split into groups of {settings.group}")
         self.n = n
@@ -60,9 +60,7 @@ class Core:
         self.playing: list[Episode | None] = []
         self._rule = _builtin(settings.reward.rule)
         self._reference_out = new_step(n, self.replicas)
-        self._fleets: list[
-            Fleet
-        ] = []  # its own and, if there is a rule to compare with, that one's
+        self._fleets: list[Fleet] = []  # its own, and that of the reference rule if there is one
         self._tables = new_tables(Allocation(), 0)
 
     # ---- episodes -------------------------------------------------------------------------------
@@ -73,26 +71,26 @@ class Core:
         return [seeds(Purpose.TRAINING, 1, int(start))[0] for start in starts]
 
     def reset(self, episode_seeds: Sequence[int]) -> None:
-        """Start all clusters anew, with one seed per group."""
+        """Start new episodes on all clusters, with one seed per group."""
         if len(episode_seeds) * self.settings.group != self.n:
             raise TailraceError(
                 f"{len(episode_seeds)} seeds were given for {self.n // self.settings.group} groups"
             )
-        self._play(np.arange(self.n), episode_seeds, anew=True)
+        self._play(np.arange(self.n), episode_seeds, fresh=True)
 
     def restart(self, which: NDArray[np.int64], episode_seeds: Sequence[int]) -> None:
-        """Start some clusters anew; whole groups, with one seed per group."""
+        """Start new episodes on some clusters: whole groups, with one seed per group."""
         self._play(which, episode_seeds)
 
     def _play(
-        self, which: NDArray[np.int64], episode_seeds: Sequence[int], anew: bool = False
+        self, which: NDArray[np.int64], episode_seeds: Sequence[int], fresh: bool = False
     ) -> None:
         episodes = [self.episodes.make(require(s, Purpose.TRAINING)) for s in episode_seeds]
         needed = reduce(Allocation.joined, map(self._checked, episodes), self._allocation)
         if not self._fleets:
             self._allocation = needed
             self._lay_out_fleets()
-        elif needed != self._allocation and anew:  # nothing is under way that had to be moved
+        elif needed != self._allocation and fresh:  # no running episode has to be moved
             self._allocation = needed.with_slack()
             self._lay_out_fleets()
         elif needed != self._allocation:
@@ -166,13 +164,13 @@ class Core:
 
     @property
     def fleet(self) -> Fleet:
-        """The clusters themselves, for what is not in the observation; there after a reset."""
+        """The clusters themselves, for what is not in the observation; available after a reset."""
         return self._fleets[0]
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
-        """Carry out actions [n]; returns rewards [n] and which episodes are over [n].
+        """Carry out actions [n]; return rewards [n] and which episodes are over [n].
 
-        A replica that cannot be chosen counts as the next one that can, counting up from it.
+        An unavailable replica is replaced by the next available one, counting up from it.
         """
         if not self._fleets:
             raise TailraceError("call reset() before step()")
@@ -195,7 +193,7 @@ class Core:
         return self.reward(self.step_out, reference_cost), over
 
     def valid(self, actions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the replicas [n] that stand for the given ones."""
+        """Return actions [n] with every unavailable replica replaced."""
         actions = np.asarray(actions, np.int64)
         if actions.shape != (self.n,):
             raise TailraceError(f"expected {self.n} actions, got an array {actions.shape}")
@@ -219,7 +217,7 @@ class Core:
             )
 
     def observation(self) -> Observation:
-        """What the routers see: arrays [n, ...] that the next step overwrites."""
+        """Return what the routers see: arrays [n, ...] that the next step overwrites."""
         out = self.step_out
         return {
             "replicas": out.replica_obs,

@@ -1,4 +1,4 @@
-"""Which cluster and which traffic an episode has: a scenario and a training seed."""
+"""Episodes: the cluster and traffic of a scenario and a training seed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ from tailrace.workload.table import RequestTable
 
 #: One scenario, several to draw from, or a function that makes one from a seed.
 Worlds = str | Scenario | Sequence[str | Scenario] | Callable[[int], Scenario]
-#: Draws of a function of scenarios by which its largest needs are found.
+#: Draws from a function of scenarios, to find its largest cluster.
 PROBES = 64
 
 
 @dataclass(frozen=True)
 class Episode:
-    """A scenario laid out: its servers and its requests."""
+    """A scenario with its servers and its requests."""
 
     scenario: Scenario
     seed: int
@@ -32,13 +32,13 @@ class Episode:
 
     @property
     def allocation(self) -> Allocation:
-        """What its cluster and table need."""
+        """Array sizes that its cluster and table need."""
         events = len(self.scenario.events)
         return allocation_for(self.replicas, self.table, self.scenario.router, events)
 
 
 class Episodes:
-    """Makes episodes of ``decisions`` decisions out of training seeds."""
+    """Makes episodes of ``decisions`` decisions from training seeds."""
 
     def __init__(self, worlds: Worlds, decisions: int) -> None:
         """Take scenarios by name or value, or a function of a seed."""
@@ -65,14 +65,14 @@ class Episodes:
         return self._scenarios[generator(seed, "scenario").integers(len(self._scenarios))]
 
     def make(self, seed: int) -> Episode:
-        """Return the episode of a seed, which must not be set aside for anything but training."""
+        """Return the episode of a seed, which must be a training seed."""
         return self._lay_out(self.scenario(seed), require(seed, Purpose.TRAINING))
 
     def _lay_out(self, scenario: Scenario, seed: int) -> Episode:
         reason = why_not_compiled(scenario.cluster)
         if reason is not None:
             raise TailraceError(f"{scenario.name} cannot be an environment: {reason}")
-        # One request more than decisions: the last is seen, but not decided, in this episode.
+        # One request more than decisions: the last one is observed but not decided.
         workload = scenario.workload.model_copy(update={"requests": self.decisions + 1})
         table = from_settings(workload, scenarios.resolve_rate(scenario), seed)
         replicas = resolved(scenario.cluster)
@@ -81,7 +81,7 @@ class Episodes:
         return Episode(scenario, seed, replicas, table)
 
     def largest(self, seed: int) -> Allocation:
-        """Return room for the largest cluster among the scenarios (some draws of a function)."""
+        """Return sizes for the largest cluster among the scenarios, or among PROBES draws."""
         if self._sampler is None:
             episodes = [self._lay_out(scenario, seed) for scenario in self._scenarios]
         else:

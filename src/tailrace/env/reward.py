@@ -1,8 +1,9 @@
-"""The reward: minus the cost that accrued since the last decision, and every other term by name.
+"""The reward: minus the cost accrued since the last decision, plus optional shaping terms.
 
-The default is exact and dense: the sum over an episode is minus the composite cost of its requests.
-All terms are seconds of cost per decision, or are weighted to be; each is logged as it is, before
-weights and before the bound.
+The default is exact and dense: the sum over an episode is minus the composite cost of its requests
+(view/objective.py). All terms are seconds of cost per decision, or are weighted to be; each is
+logged before weights and bound. It applies to the environments and to PPO on them; imitation and
+branching, on which default training is built, count the composite cost itself.
 """
 
 from typing import Annotated
@@ -95,7 +96,7 @@ class Reward:
         self._weights[cost_accounts.SOFT_LATE] = settings.soft_late
         self._weights[cost_accounts.EARLY] = -settings.early
         self._averages = bool(settings.throughput or settings.improvement or self._follows_past)
-        # fading sums over the time watched
+        # exponentially fading sums, and the time they cover
         self._watched_s, self._cost, self._arrived, self._finished = np.zeros((4, n))
         self.terms: dict[str, Array] = {}
         """Every term [n] of the last step, before weights."""
@@ -107,12 +108,12 @@ class Reward:
         return self.settings.relative > 0 and self.settings.rule is None
 
     def restart(self, which: NDArray[np.int64]) -> None:
-        """Forget the past of some clusters."""
+        """Reset the moving averages of some clusters."""
         for past in (self._watched_s, self._cost, self._arrived, self._finished):
             past[which] = 0.0
 
     def __call__(self, step: Step, reference_cost: Array | None = None) -> Array:
-        """Return the rewards [n] of a step; ``reference_cost`` is what a rule paid in that time."""
+        """Return the rewards [n] of a step; ``reference_cost`` [n]: a rule's in the same time."""
         settings = self.settings
         cost = step.terms @ self._weights
         names = zip(cost_accounts.TERMS, step.terms.T.copy(), strict=True)
@@ -132,7 +133,7 @@ class Reward:
         return np.asarray(settings.bound * np.tanh(reward / settings.bound))
 
     def _history(self, step: Step, cost: Array) -> Array:
-        """Terms that need moving averages."""
+        """Return the terms that need moving averages."""
         settings = self.settings
         keep = np.exp(-step.elapsed_s / settings.history_s)
         before = self._rate()
@@ -155,7 +156,7 @@ class Reward:
         return np.asarray(self._cost / np.maximum(self._watched_s, 1.0))
 
     def share_at_bound(self, level: float = 0.95) -> float:
-        """Return the share of the last rewards that the bound holds down to near itself."""
+        """Return the share of the last rewards within ``level`` of the bound."""
         if self.settings.bound is None:
             return 0.0
         return float((np.abs(np.tanh(self.raw / self.settings.bound)) >= level).mean())

@@ -1,4 +1,4 @@
-"""The vector environment for Stable-Baselines3, which has an interface of its own."""
+"""Adapter of the vector environment to the interface of Stable-Baselines3."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ class RouterVecEnv(VecEnv):
         self._actions: NDArray[np.int64] = np.zeros(env.num_envs, np.int64)
 
     def reset(self) -> Observation:
-        """Start all episodes anew."""
+        """Start new episodes on all clusters."""
         seed = self._seeds[0]
         observation, _ = self.env.reset(seed=seed)
         self._reset_seeds()
@@ -51,17 +51,17 @@ class RouterVecEnv(VecEnv):
         self.env.close()
 
     def get_attr(self, attr_name: str, indices: Any = None) -> list[Any]:
-        """Return the attribute of the whole, once per cluster."""
+        """Return an attribute of the vector environment, once per cluster."""
         return [getattr(self.env, attr_name)] * len(self._chosen(indices))
 
     def set_attr(self, attr_name: str, value: Any, indices: Any = None) -> None:  # noqa: ARG002
-        """Set the attribute of the whole."""
+        """Set an attribute of the vector environment."""
         setattr(self.env, attr_name, value)
 
     def env_method(
         self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any
     ) -> list[Any]:
-        """Call a method of the whole, once."""
+        """Call a method of the vector environment once."""
         result = getattr(self.env, method_name)(*method_args, **method_kwargs)
         return [result] * len(self._chosen(indices))
 

@@ -12,7 +12,7 @@ from tailrace.seeds import Purpose, require
 
 
 class RouterEnv(gymnasium.Env[Observation, np.int64]):
-    """A simulated cluster; an action is the replica the request at hand is sent to.
+    """A simulated cluster; an action is the replica the current request is sent to.
 
     See RouterVectorEnv for what is observed. Every end is a truncation.
     """
@@ -48,7 +48,7 @@ class RouterEnv(gymnasium.Env[Observation, np.int64]):
         return self._observation(), {}
 
     def step(self, action: np.int64 | int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Send the request to a replica and go on to the next decision."""
+        """Send the request to a replica and advance to the next decision."""
         if self._over:
             raise TailraceError("the episode is over or has not begun: call reset()")
         rewards, over = self.core.step(np.array([action]))

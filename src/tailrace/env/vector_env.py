@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 
 class RouterVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
-    """``num_envs`` simulated clusters; an action is the replica the request at hand is sent to.
+    """``num_envs`` simulated clusters; an action is the replica the current request is sent to.
 
     Observations are dictionaries: ``replicas`` [n, N, F], ``request`` [n, G] (see
     policy/learned/observation.py) and ``mask`` [n, N], 1 where a replica may be chosen. An episode
@@ -59,7 +59,7 @@ class RouterVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Start all episodes anew; option ``episode_seeds``: a training seed per group."""
+        """Start new episodes everywhere; option ``episode_seeds``: a training seed per group."""
         if seed is not None:
             require(seed, Purpose.TRAINING)
         super().reset(seed=seed)
@@ -72,7 +72,7 @@ class RouterVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
     def step(
         self, actions: NDArray[np.int64]
     ) -> tuple[Observation, Array, NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
-        """Send every cluster's request to a replica and go on to the next decision."""
+        """Send every cluster's request to a replica and advance to the next decision."""
         rewards, over = self.core.step(actions)
         reward = self.core.reward
         info: dict[str, Any] = {

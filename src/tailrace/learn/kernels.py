@@ -57,7 +57,7 @@ def _random_replica(replicas, router):
 
 @jit
 def _at_decision(f, tables, c):
-    """Whether there is a request at hand, after moving on to the next one if need be."""
+    """Advance to the next decision unless there is one; return whether there is."""
     if f.clusters[c]["request"] >= 0:
         return True
     return engine.next_decision(f, tables, c) == engine.NEEDS_DECISION

@@ -1,1 +1,1 @@
-"""What a router can see, the rules that decide on it, and how to find them by name."""
+"""Policies: built-in rules, learned policies, and how to find them by name."""

@@ -1,4 +1,4 @@
-"""What a policy is: an object that gives every replica a score for the request at hand."""
+"""What a policy is: an object that scores every replica for the current request."""
 
 import sysconfig
 import traceback
@@ -20,8 +20,8 @@ from tailrace.view.selection import NO_REPLICA, choose
 class Policy:
     """Base of all policies. A subclass must have ``scores``; all else is optional.
 
-    Which replica is chosen from the scores, and how ties are broken, is not the policy's business:
-    see view/selection.py. Times are in seconds of the run.
+    view/selection.py chooses a replica from the scores and breaks ties. Times are in seconds of the
+    run.
     """
 
     name: str = "policy"
@@ -30,27 +30,27 @@ class Policy:
     """Break ties by the lowest replica number instead of at random."""
 
     def reset(self, n_replicas: int, seed: int) -> None:
-        """Start a run over ``n_replicas`` replicas; forget what was learned in the last one."""
+        """Start a run over ``n_replicas`` replicas; forget the last one."""
 
     def scores(self, view: View) -> NDArray[np.float64]:
         """Return a score per replica [n], lower is better; inf: only if there is no other."""
         raise NotImplementedError(f"{type(self).__name__} has no scores method")
 
     def sent(self, replica: int, request_id: int, now: float) -> None:
-        """A request has been sent to a replica."""
+        """Called when a request has been sent to a replica."""
 
     def first_token(self, replica: int, request_id: int, now: float) -> None:
-        """The first token of its answer has come back."""
+        """Called when the first token of a request has come back."""
 
     def finished(self, replica: int, request_id: int, now: float) -> None:
-        """Its answer is complete."""
+        """Called when a request is complete."""
 
     def failed(self, replica: int, request_id: int, now: float) -> None:
-        """It was lost on this replica, and may be sent again."""
+        """Called when a request was lost on this replica; it may be sent again."""
 
 
 class BuiltinPolicy(Policy):
-    """A built-in rule as an object. It keeps nothing: its memory is the view's router record."""
+    """A built-in rule as an object. It is stateless: its state is the view's router record."""
 
     def __init__(self, rule: Rule, params: Mapping[str, float] | None = None) -> None:
         self.rule = rule
@@ -94,7 +94,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "
 
 
 def failure(name: str, error: BaseException) -> TailraceError:
-    """Return the error that says in a sentence what went wrong in a user's policy, and where."""
+    """Return an error that says in one sentence what failed in a user's policy, and where."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [f for f in frames if not f.filename.startswith((_PACKAGE, "<"))]
     own = [f for f in theirs if not f.filename.startswith(_LIBRARIES)] or theirs
@@ -105,9 +105,9 @@ def failure(name: str, error: BaseException) -> TailraceError:
 
 @contextmanager
 def user_code(name: str, *, ours: bool = False) -> Iterator[None]:
-    """Turn whatever a user's policy raises into one sentence, ``sys.exit`` included.
+    """Turn any exception of a user's policy, ``SystemExit`` included, into a one-sentence error.
 
-    ``ours``: it is a policy of Tailrace, whose failure is a bug and keeps its trace.
+    ``ours``: it is a policy of Tailrace, whose failure is a bug and keeps its traceback.
     """
     try:
         yield
@@ -132,15 +132,15 @@ def call_hook(policy: Policy, name: str, *args: Any) -> None:
 
 
 def checked_scores(policy: Policy, view: View) -> NDArray[np.float64]:
-    """Return the policy's scores as float64 [n], or raise if they are no scores at all.
+    """Return the policy's scores as float64 [n], or raise if they are not valid scores.
 
-    A NaN among numbers is let through: it never wins. NaN for every available replica is an error.
+    Single NaNs are allowed, as they never win; NaN for every available replica is an error.
     """
     n = len(view.replicas)
     with user_code(policy.name, ours=_is_ours(policy)):
         returned = policy.scores(view)
     try:
-        if returned is None:  # NumPy would make NaN of it
+        if returned is None:  # NumPy would turn it into NaN
             raise TypeError
         out = np.asarray(returned, np.float64)
     except (TypeError, ValueError):

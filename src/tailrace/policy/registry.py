@@ -1,9 +1,9 @@
-"""From a name on the command line to a policy.
+"""Finds policies by name.
 
 A name is a built-in rule (``cache_aware``, ``cache_aware:match_rate=0.5,load_gap=32``), the trained
-policy of the package (``tailrace``) or one of your own (``my_policy.tailrace``), a rule with the
-constants it was tuned to (``cache_aware:tuned``), a learned opponent (``linear_es``,
-``predict_greedy``), a file (``my_rule.py``, ``my_rule.py:MyPolicy``), something importable
+policy of the package (``tailrace``) or one of your own (``my_policy.tailrace``), a rule with its
+tuned constants (``cache_aware:tuned``), a learned baseline (``linear_es``, ``predict_greedy``), a
+file (``my_rule.py``, ``my_rule.py:MyPolicy``), something importable
 (``package.module:attribute``), or an entry point of the group ``tailrace.policies`` of an installed
 package.
 """
@@ -40,7 +40,7 @@ def names() -> list[str]:
 
 
 def get(name: str, **params: Any) -> Policy:
-    """Return the policy of a name (see the module's text); parameters override those in the name.
+    """Return the policy of a name (see the module docstring); parameters override those in it.
 
     Parameters of a user's policy are passed to its constructor, or to the function with each view.
     """
@@ -140,7 +140,7 @@ def _attribute(module: ModuleType, attribute: str, where: str) -> Any:
 
 
 def _as_policy(found: Any, name: str, params: dict[str, Any]) -> Policy:
-    """Make a policy of a Policy subclass, an instance, or a function of a view."""
+    """Return a policy made from a Policy subclass, an instance, or a function of a view."""
     if isinstance(found, Policy):
         if params:
             raise TailraceError(f"policy {name} is an object already and takes no parameters")

@@ -1,7 +1,7 @@
-"""What comes with the package besides the rules: trained policies, and constants tuned for rules.
+"""Data files of the package: trained policies, and tuned constants of rules.
 
 ``tailrace`` is the policy to use. ``linear_es`` (a linear score, by CMA-ES) and ``predict_greedy``
-(a predictor of cost) are simple learned opponents; ``tailrace tune`` makes both, and the constants.
+(a predictor of cost) are simple learned baselines; ``tailrace tune`` makes both, and the constants.
 """
 
 import json
@@ -15,12 +15,12 @@ FOLDER = SHIPPED.parent
 TUNED_FILE = FOLDER / "tuned.json"
 TUNED_SUFFIX = ":tuned"
 LINEAR, PREDICTOR = "linear_es", "predict_greedy"
-#: Opponents that learn, each a file in FOLDER.
+#: Learned baselines, each a file in FOLDER.
 LEARNING = (LINEAR, PREDICTOR)
 
 
 def tuned_constants() -> dict[str, dict[str, float]]:
-    """Return the tuned constants of each rule that has some; empty before anything was tuned."""
+    """Return the tuned constants of every tuned rule; empty if none is."""
     if not TUNED_FILE.is_file():
         return {}
     rules: dict[str, dict[str, Any]] = json.loads(TUNED_FILE.read_text(encoding="utf-8"))["rules"]
@@ -38,7 +38,7 @@ def constants_of(rule: str) -> dict[str, float]:
 
 
 def file_of(name: str) -> Path:
-    """Return the file of a learned opponent."""
+    """Return the file of a learned baseline."""
     path = FOLDER / f"{name}{SUFFIX}"
     if not path.is_file():
         raise TailraceError(f"{name} is not trained yet; run `tailrace tune {name}`")
@@ -46,5 +46,5 @@ def file_of(name: str) -> Path:
 
 
 def spec_of(rule: str, constants: dict[str, float]) -> str:
-    """Return a rule with constants as the command line takes it."""
+    """Return the command line's notation for a rule with constants."""
     return f"{rule}:" + ",".join(f"{key}={value:g}" for key, value in constants.items())

@@ -1,4 +1,4 @@
-"""How much memory clusters need, and the arrays of a fleet with that much room."""
+"""Sizes of the arrays that clusters need, and the allocation of a fleet of them."""
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
@@ -29,22 +29,22 @@ from tailrace.workload.table import RequestTable
 
 @dataclass(frozen=True)
 class Allocation:
-    """Sizes that are enough for some clusters and tables."""
+    """Array sizes that are enough for some clusters and request tables."""
 
     replicas: int = 1
     slots: int = 1
-    """Requests that run at once on a replica."""
+    """Requests a replica runs at once."""
     block_size: int = 1
     blocks: int = 0
     """KV blocks of a replica with prefix caching."""
     explicit_slots: int = 0
-    """Requests on a replica that books blocks one by one."""
+    """Requests a replica with explicit blocks runs at once."""
     blocks_per_request: int = 0
-    """Most blocks such a request holds."""
+    """Most blocks a request holds there."""
     index_entries: int = 1
     requests: int = 1
     waiting: int = 0
-    """Arrivals that depend on the run: turns of sessions, requests routed again."""
+    """Arrivals that depend on the run: follow-up turns, rerouted requests."""
     sessions: int = 0
     runs: int = 0
     """Content runs of a table."""
@@ -56,13 +56,13 @@ class Allocation:
         return Allocation(*map(max, astuple(self), astuple(other)))
 
     def with_slack(self) -> "Allocation":
-        """Return half as much again of what differs from table to table."""
+        """Return sizes 1.5 times as large where tables differ."""
         growing = ("blocks_per_request", "waiting", "sessions", "runs", "runs_per_request")
         return replace(self, **{name: getattr(self, name) * 3 // 2 for name in growing})
 
 
 def is_explicit(replica: Replica) -> bool:
-    """Whether the blocks of a replica are booked one by one."""
+    """Whether a replica's blocks are tracked one by one rather than counted (see batching.py)."""
     return replica.scheduler == "vllm_v1" and (
         replica.prefix_caching or replica.preallocate_tokens > 0
     )
@@ -71,7 +71,7 @@ def is_explicit(replica: Replica) -> bool:
 def allocation_for(
     replicas: Sequence[Replica], table: RequestTable, router: RouterSettings, events: int = 0
 ) -> Allocation:
-    """Return what one cluster with one table needs."""
+    """Return the sizes that one cluster with one table needs."""
     caching = [r for r in replicas if is_caching(r)]
     explicit = [r for r in replicas if is_explicit(r)]
     rows = table.rows
@@ -93,7 +93,7 @@ def allocation_for(
 
 
 def _longest_row(replicas: Sequence[Replica], table: RequestTable) -> int:
-    """Most blocks a request can hold."""
+    """Return the most blocks a request can hold."""
     rows = table.rows
     tokens = int((rows["prompt_tokens"].astype(np.int64) + rows["output_tokens"]).max())
     return max(
@@ -102,7 +102,7 @@ def _longest_row(replicas: Sequence[Replica], table: RequestTable) -> int:
 
 
 def new_tables(room: Allocation, count: int) -> Tables:
-    """Return ``count`` tables without requests."""
+    """Return ``count`` empty tables."""
     events = np.zeros((count, room.events), EVENT)
     events["at"] = np.inf
     return Tables(

@@ -1,4 +1,4 @@
-"""Future arrivals that depend on the run (turns of sessions, requests routed again): a binary heap.
+"""Binary heap of future arrivals that depend on the run: follow-up turns, rerouted requests.
 
 Ordered by (time, request), so that a run repeats exactly.
 """
@@ -34,7 +34,7 @@ def push(heap, cluster, time, request):
 
 @jit
 def pop(heap, cluster):
-    """Take out the earliest arrival; returns its request."""
+    """Remove the earliest arrival; return its request."""
     request = heap[0]["request"]
     cluster["heap_size"] -= 1
     size = cluster["heap_size"]

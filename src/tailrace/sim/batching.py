@@ -11,7 +11,7 @@ at which it is done. Blocks are booked in one of two ways:
   and a slot knows the tick of its next block event (needs one, or fills one).
 
 At most one resident request is partly prefilled, and it is the last slot: a new request is
-admitted only after everyone before it got all it wanted of the token budget.
+admitted only after all before it got what they wanted of the token budget.
 """
 
 import numpy as np
@@ -67,7 +67,7 @@ def _enqueue_first(server, requests, r):
 
 @jit
 def _enqueue_sorted(server, requests, r):
-    """vllm_v1 keeps its queue by (time it was sent, id)."""
+    """Insert a request into the queue of vllm_v1, which is ordered by (time sent, id)."""
     sent = requests[r]["sent"]
     before = -1
     at = server["queue_head"] if server["queue_len"] > 0 else -1
@@ -165,7 +165,7 @@ def release_row(server, kv, row, request):
 def make_findable(server, kv, content, row, r, before, after):
     """Register the blocks that become full as the processed tokens go from ``before`` to ``after``.
 
-    Blocks nobody else can ask for are registered only when their request is preempted.
+    Blocks of private content are registered only when their request is preempted.
     """
     if kvcache.is_private(content, r):
         return
@@ -209,7 +209,7 @@ def _move_slot(slots, source, target):
 
 @jit
 def add_slot(server, slots, kv, requests, r, chunk, now):
-    """A request becomes resident with ``chunk`` prompt tokens in the iteration being formed."""
+    """Make a request resident, with ``chunk`` prompt tokens in the iteration being formed."""
     i = server["n_slots"]
     request = requests[r]
     request["status"] = RUNNING
@@ -234,7 +234,7 @@ def _is_fresh(server, request):
 
 @jit
 def become_decode(server, slots, phase, requests, i):
-    """Slot ``i``, the first behind the decodes, has its whole prompt processed and a token out."""
+    """Make slot ``i``, the first after the decodes, a decode: its prompt and one token are done."""
     request = requests[slots[SLOT_REQUEST, i]]
     tick = server["tick"]
     offset = request["processed"] - tick
@@ -258,7 +258,7 @@ def become_decode(server, slots, phase, requests, i):
 
 @jit
 def _leave_decodes(server, slots, phase, kv, requests, i):
-    """Decode slot ``i`` gives its blocks back and stops counting; returns its tokens processed."""
+    """Release the blocks of decode slot ``i`` and stop counting it; return its processed tokens."""
     request = requests[slots[SLOT_REQUEST, i]]
     processed = slots[SLOT_OFFSET, i] + server["tick"]
     server["context"] -= processed
@@ -272,7 +272,7 @@ def _leave_decodes(server, slots, phase, kv, requests, i):
 
 @jit
 def preempt_last(server, slots, phase, kv, requests, content):
-    """Evict the last resident request: its blocks are freed and it has to be prefilled anew."""
+    """Evict the last resident request: its blocks are freed and it is prefilled again."""
     i = server["n_slots"] - 1
     r = slots[SLOT_REQUEST, i]
     request = requests[r]
@@ -323,7 +323,7 @@ def _settle(requests, r, end, notices):
 
 @jit
 def retire_decodes(server, slots, phase, kv, requests, end, notices):
-    """Take out the decodes that are done at this tick, keeping the order of the others."""
+    """Remove the decodes that are done at this tick, keeping the order of the others."""
     tick = server["tick"]
     kept = 0
     next_finish = NO_TICK

@@ -1,4 +1,4 @@
-"""From settings and request tables to the arrays of the compiled engine."""
+"""Fills the arrays of the compiled engine from settings and request tables."""
 
 import itertools
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def lay_out(
     router: RouterSettings,
     seed: int,
 ) -> None:
-    """Make ``table`` number ``g`` of tables that have room for it."""
+    """Write ``table`` into tables large enough for it, as number ``g``."""
     _fill_facts(tables.facts[g, : len(table)], table, router, seed)
     without_parent = np.flatnonzero(table.rows["parent"] < 0)
     tables.n_roots[g] = len(without_parent)
@@ -138,7 +138,7 @@ def set_up(
     engine: Engine,
     seed: int,
 ) -> None:
-    """Put cluster ``c`` at time 0, whatever it did before, to play table number ``g``."""
+    """Reset cluster ``c`` to time 0, to play table number ``g``."""
     n = len(replicas)
     for array in (fleet.clusters, fleet.servers, fleet.requests, fleet.replicas_view, fleet.router):
         array[c] = np.zeros((), array.dtype)
@@ -178,7 +178,7 @@ def _start_cluster(
     cluster["min_think_s"] = thinks.min() if len(thinks) else np.inf
     cluster["prior_output"] = router.prior_output_tokens
     cluster["static_prediction"] = router.predictor != "mean"
-    with np.errstate(over="ignore"):  # the hash is meant to wrap around
+    with np.errstate(over="ignore"):  # the hash wraps around
         fleet.router[c]["rng"] = mix(np.uint64(seed))
     requests = fleet.requests[c]
     facts = laid_out.facts[cluster["table"]]

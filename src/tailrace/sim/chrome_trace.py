@@ -1,8 +1,8 @@
-"""Batches of a run as a Chrome trace, to be looked at in Perfetto (ui.perfetto.dev).
+"""Batches of a run as a Chrome trace, for Perfetto (ui.perfetto.dev).
 
 One process per replica, one track in it per pipeline stage, one slice per iteration or per
-fast-forwarded stretch of decode iterations, with its T, K and W. Cluster events are marks on the
-replica they happen to.
+fast-forwarded stretch of decode iterations, with its T, K and W. Cluster events are marks on their
+replica.
 """
 
 import json

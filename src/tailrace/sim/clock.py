@@ -1,8 +1,7 @@
-"""Time: bring the replicas of a cluster to the next moment at which anything happens to it.
+"""Time: advance the replicas of a cluster to its next arrival or event.
 
-Replicas influence each other only through routing, so between two moments each is advanced on its
-own. What the router hears on the way, first tokens, finished answers and metrics, is entered into
-its ledger.
+Replicas influence each other only through routing, so in between each is advanced on its own. First
+tokens, finished requests and metrics snapshots on the way are entered into the router's ledger.
 """
 
 import numpy as np
@@ -18,25 +17,25 @@ from tailrace.view.prefix_index import PrefixIndex
 
 @inlined
 def content_of(tables, table):
-    """What the prompts of one table consist of."""
+    """Content of the prompts of one table."""
     return PromptContent(tables.facts[table], tables.run_keys[table], tables.run_tokens[table])
 
 
 @inlined
 def cache_of(fleet, c, r):
-    """Block book-keeping of one replica."""
+    """KV blocks of one replica."""
     return KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
 
 
 @inlined
 def index_of(fleet, c):
-    """The prefix index of one cluster's router."""
+    """Prefix index of one cluster's router."""
     return PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])
 
 
 @inlined
 def _advance_replica(fleet, tables, c, r, t):
-    """Bring one replica to time ``t`` (s). False if the batch log is full before that."""
+    """Advance one replica to time ``t`` (s). False if the batch log is full before that."""
     cluster = fleet.clusters[c]
     content = content_of(tables, cluster["table"])
     server = fleet.servers[c, r]
@@ -79,7 +78,7 @@ def _record_batch(batches, cluster, server, r):
 
 @inlined
 def _hear(fleet, tables, c, r):
-    """What the router learns from the end of an iteration: first tokens and finished answers."""
+    """Enter first tokens and finished requests of an iteration into the router's records."""
     notices = fleet.notices[c]
     if notices[0, 0] == 0 and notices[1, 0] == 0:
         return
@@ -107,7 +106,7 @@ def _hear(fleet, tables, c, r):
 
 @inlined
 def tell(fleet, c, kind, r, n, at):
-    """Keep a piece of news for a policy written in Python, if one listens."""
+    """Record an event for the hooks of a Python policy, if there is one."""
     if fleet.news.shape[1] == 0:
         return
     cluster = fleet.clusters[c]
@@ -121,7 +120,7 @@ def tell(fleet, c, kind, r, n, at):
 
 @inlined
 def settled(fleet, tables, c, n, lost):
-    """A request ended, well or badly: its follow-up arrives after the think time."""
+    """Settle a request, finished or lost; its follow-up arrives after the think time."""
     cluster = fleet.clusters[c]
     cluster["unsettled"] -= 1
     facts = tables.facts[cluster["table"]]
@@ -135,9 +134,9 @@ def settled(fleet, tables, c, n, lost):
 
 @inlined
 def index_content(fleet, tables, c, r, n, output, now):
-    """Tell the prefix index that a prompt, continued by ``output`` tokens, is on a replica.
+    """Insert a prompt and ``output`` tokens of its answer into the prefix index of a replica.
 
-    Private prompts too: nobody will ask for them, but they take the place of others in the cache.
+    Private prompts too: no other request shares them, but they displace others in the cache.
     """
     table = fleet.clusters[c]["table"]
     fact = tables.facts[table, n]
@@ -193,7 +192,7 @@ def _next_time(fleet, tables, c):
 
 @jit
 def _safe_horizon(clusters, servers_, c):
-    """Up to this time, s, no session can send a turn that is not known yet."""
+    """Time in s before which no session can send a turn that is not known yet."""
     think = clusters[c]["min_think_s"]
     horizon = np.inf
     for r in range(clusters[c]["n_replicas"]):
@@ -208,7 +207,7 @@ def _safe_horizon(clusters, servers_, c):
 
 @jit
 def _due_scrape(cluster, t):
-    """Number of the last metrics snapshot due by ``t`` (s) if it is not taken yet; else -1."""
+    """Number of the last metrics snapshot due by ``t`` (s), or -1 if it has been taken."""
     interval = cluster["scrape_s"]
     if interval == 0.0 or interval == np.inf or t == np.inf:
         return -1
@@ -220,9 +219,9 @@ def _due_scrape(cluster, t):
 
 @inlined
 def advance_to_next_time(fleet, tables, c, until):
-    """Move to the next arrival or event, or to ``until`` (s) if that comes first.
+    """Advance to the next arrival or event, or to ``until`` (s) if that comes first.
 
-    Returns the time reached in s, inf: the end, NaN: log full.
+    Returns the time reached, s; inf at the end, NaN if the batch log is full.
     """
     cluster = fleet.clusters[c]
     while True:

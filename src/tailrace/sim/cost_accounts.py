@@ -22,7 +22,7 @@ E2E, TTFT, LATE, LOST_REQUESTS, SOFT_LATE, EARLY, FINISHED, FINISHED_TOKENS = ra
 
 @jit
 def arrived(cluster, requests, facts, n):
-    """A request has come to the router for the first time."""
+    """Record the first arrival of a request at the router."""
     request = requests[n]
     at = request["arrived"]
     cluster["in_system"] += 1
@@ -69,7 +69,7 @@ def _unmark(cluster, request):
 
 @jit
 def answered(cluster, requests, facts, n):
-    """Its first token has come."""
+    """Record its first token."""
     request = requests[n]
     ttft = request["first"] - request["arrived"]
     slo = facts[n]["ttft_slo"]
@@ -103,7 +103,7 @@ def _unlink(cluster, requests, n):
 
 @jit
 def ended(cluster, requests, facts, n, lost):
-    """It is over: complete, or lost while it was answering."""
+    """Record its end: complete, or lost while it was answering."""
     request = requests[n]
     cluster["in_system"] -= 1
     cluster["in_system_since"] -= request["arrived"]

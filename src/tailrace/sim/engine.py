@@ -1,6 +1,6 @@
-"""A cluster from decision to decision: events, arrivals, what the router sees, and its choice.
+"""One cluster from decision to decision: events, arrivals, the router's view, and its choice.
 
-:func:`next_decision` moves a cluster to its next routing decision and fills what the router sees;
+:func:`next_decision` advances a cluster to its next routing decision and fills the view;
 :func:`assign` carries a choice out; :func:`run` does both in a loop with a built-in rule.
 """
 
@@ -53,7 +53,7 @@ def _apply_event(fleet, tables, c, event):
 
 @jit
 def _kill(fleet, tables, c, r, now):
-    """A replica dies: what had begun to answer has failed, the rest is routed again at once."""
+    """Kill a replica: answering requests are lost, the others are rerouted at once."""
     cluster = fleet.clusters[c]
     requests = fleet.requests[c]
     homeless, failed = servers.die(
@@ -85,7 +85,7 @@ def _kill(fleet, tables, c, r, now):
 
 @jit
 def next_decision(fleet, tables, c):
-    """Move cluster ``c`` to its next routing decision and fill its view.
+    """Advance cluster ``c`` to its next routing decision and fill its view.
 
     Returns NEEDS_DECISION, OVER (every request is settled or can never be routed), LOG_FULL (empty
     Fleet.batches and call again) or STUCK.
@@ -95,9 +95,9 @@ def next_decision(fleet, tables, c):
 
 @jit
 def next_decision_before(fleet, tables, c, until):
-    """The same, but go no further than the time ``until`` (s).
+    """Like :func:`next_decision`, but go no further than the time ``until`` (s).
 
-    Returns LIMIT if nothing is to be decided before that moment; the cluster is then there.
+    Returns LIMIT, with the cluster at that time, if there is no decision before it.
     """
     cluster = fleet.clusters[c]
     table = cluster["table"]
@@ -129,7 +129,7 @@ def next_decision_before(fleet, tables, c, until):
 
 @inlined
 def _take_arrival(fleet, tables, c, t):
-    """The request that arrives next; of several at one instant, the one with the lowest number."""
+    """Take the next arrival; of several at one instant, the request of lowest number."""
     cluster = fleet.clusters[c]
     table = cluster["table"]
     root = np.int64(2**62)
@@ -162,7 +162,7 @@ def _any_available(fleet, c):
 
 @jit
 def _hold(fleet, tables, c, n):
-    """No replica can take the request: it waits at the router until one returns, if one does."""
+    """Hold a request that no replica can take until one returns; if none will, it stays pending."""
     cluster = fleet.clusters[c]
     events = tables.events[cluster["table"]]
     for k in range(cluster["next_event"], events.size):
@@ -203,7 +203,7 @@ def _fill_view(fleet, tables, c, n, now):
 
 @inlined
 def _look_at_streams(fleet, c, now):
-    """What the router knows of the answers under way, and its moving averages."""
+    """Update what the router knows of streaming responses, and its moving averages."""
     replicas = fleet.replicas_view[c, : fleet.clusters[c]["n_replicas"]]
     for r in range(replicas.size):
         server = fleet.servers[c, r]
@@ -216,7 +216,7 @@ def _look_at_streams(fleet, c, now):
 
 @inlined
 def _look_up_prefix(fleet, tables, c, r, n):
-    """What the prefix index believes replica ``r`` has cached of request ``n``."""
+    """Look up how much of request ``n`` the prefix index believes cached on replica ``r``."""
     table = fleet.clusters[c]["table"]
     fact = tables.facts[table, n]
     replica = fleet.replicas_view[c, r]
@@ -232,7 +232,7 @@ def _look_up_prefix(fleet, tables, c, r, n):
     tokens = tables.run_tokens[table, start : start + fact["run_count"]]
     size = fleet.servers[c, r]["block_size"]
     matched = prefix_index.match_tokens(index, r, keys, tokens)
-    # At least one token has to be computed to get an answer.
+    # At least one prompt token has to be computed to produce an output token.
     computable = (fact["prompt"] - 1) // size * size
     replica["cached_tokens"] = min(matched // size * size, computable)
 
@@ -263,7 +263,7 @@ def _assign(fleet, tables, c, r):
 
 @jit
 def assign(fleet, tables, c, r):
-    """Send the request at hand to replica ``r``."""
+    """Send the current request to replica ``r``."""
     _assign(fleet, tables, c, r)
 
 
@@ -286,7 +286,7 @@ def _decide(fleet, tables, c, rule, params, lowest_id_wins):
 
 @jit
 def choice(fleet, tables, c, rule, params, lowest_id_wins):
-    """Choice of a built-in rule for the request at hand; leaves its scores in Fleet.scores."""
+    """Return a built-in rule's choice for the current request; its scores are in Fleet.scores."""
     return _decide(fleet, tables, c, rule, params, lowest_id_wins)
 
 

@@ -1,4 +1,4 @@
-"""What a cluster cannot do, said before a run rather than found in the middle of it."""
+"""Checks before a run: settings a scheduler cannot work with, requests that could never finish."""
 
 from collections.abc import Sequence
 
@@ -41,9 +41,9 @@ def _setting_problem(replica: Replica) -> str:
 
 
 def check_requests(replicas: Sequence[Replica], table: RequestTable) -> None:
-    """Raise for the first request that some replica might hold for ever without finishing it.
+    """Raise for the first request that some replica might never finish.
 
-    A request must be able to run alone, and to come back alone after a preemption at any point.
+    A request must be able to run alone, and to resume alone after a preemption at any point.
     ``replicas`` have their ``num_blocks`` set.
     """
     prompt = table.rows["prompt_tokens"].astype(np.int64)
@@ -58,7 +58,7 @@ def check_requests(replicas: Sequence[Replica], table: RequestTable) -> None:
             (_blocks_needed(replica, prompt, output), replica.num_blocks, "KV blocks", "num_blocks")
         ]
         if replica.scheduler in ("vllm", "lightllm"):
-            # A victim of vllm prefills its prompt and what it has answered so far in one piece.
+            # After a preemption vllm prefills the prompt and the output so far in one piece.
             longest = prompt + output - 1 if replica.scheduler == "vllm" else prompt
             limit = replica.max_batch_tokens
             needs.append((longest, limit, "tokens in one batch", "max_batch_tokens"))
@@ -77,11 +77,11 @@ def check_requests(replicas: Sequence[Replica], table: RequestTable) -> None:
 def _blocks_needed(
     replica: Replica, prompt: NDArray[np.int64], output: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """KV blocks [R] that must exist for a request to finish however often it is preempted."""
+    """Return the KV blocks [R] each request needs to finish however often it is preempted."""
     size = replica.block_size
     decodes = output > 1
     if replica.scheduler == "vllm_v1":
-        # Blocks run one token ahead of the tokens computed.
+        # Blocks are allocated one token ahead of the tokens computed.
         return -(-(prompt + output * decodes) // size)
     if replica.scheduler == "lightllm":
         # Its look-ahead wants one token more than it will use.

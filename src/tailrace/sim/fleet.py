@@ -1,6 +1,6 @@
 """Many clusters at once: one kernel call takes every cluster of a fleet to its next decision.
 
-Also what training needs of single clusters: let a rule route until a given time, ask what has
+Also what training needs of single clusters: let a rule route until a given time, read the cost
 accrued by then, and copy a cluster.
 """
 
@@ -22,16 +22,16 @@ NO_ACTION, SKIP = -1, -2
 class Step(NamedTuple):
     """Preallocated output of :func:`step_fleet` for ``C`` clusters of up to ``N`` replicas."""
 
-    replica_obs: NDArray[np.float32]  #: [C, N, F]; zero behind a cluster's last replica
+    replica_obs: NDArray[np.float32]  #: [C, N, F]; zero beyond a cluster's last replica
     request_obs: NDArray[np.float32]  #: [C, G]
     mask: NDArray[np.bool_]  #: [C, N] replicas that may be chosen
     cost: NDArray[np.float64]  #: [C] composite cost, s, accrued since the last decision
-    terms: NDArray[np.float64]  #: [C, accounts.N_TERMS] what it consists of, and more
+    terms: NDArray[np.float64]  #: [C, N_TERMS] of sim/cost_accounts.py
     spread: NDArray[np.float64]  #: [C] coefficient of variation of requests in flight
     elapsed_s: NDArray[np.float64]  #: [C] since the last decision
     status: NDArray[np.int64]  #: [C] engine.NEEDS_DECISION, OVER or STUCK
-    # memory from one step to the next
-    terms_before: NDArray[np.float64]  #: [C, accounts.N_TERMS]
+    # state from one step to the next
+    terms_before: NDArray[np.float64]  #: [C, N_TERMS]
     time_before: NDArray[np.float64]  #: [C]
 
 
@@ -56,11 +56,11 @@ def new_step(clusters: int, replicas: int) -> Step:
 
 @jit
 def step_fleet(fleet, tables, actions, step):
-    """Carry out ``actions`` int64 [C], take every cluster to its next decision and show it.
+    """Carry out ``actions`` int64 [C], advance every cluster to its next decision and observe it.
 
-    NO_ACTION leaves a cluster as it is, except that one without a request at hand moves on to its
+    NO_ACTION leaves a cluster as it is, except that one without a current request moves on to its
     first; SKIP leaves its outputs alone too. At the end of a run (OVER) the cost is counted up to
-    the moment the last request ended.
+    the end of the last request.
     """
     for c in range(actions.size):
         if actions[c] != SKIP:
@@ -114,7 +114,7 @@ def _spread(replicas):
 
 @jit
 def begin(step, c):
-    """Forget the last decision of cluster ``c``: it starts anew at time 0."""
+    """Reset the outputs of cluster ``c``, which starts again at time 0."""
     step.time_before[c] = 0.0
     step.terms_before[c, :] = 0.0
     step.replica_obs[c, :, :] = 0.0
@@ -126,10 +126,10 @@ def begin(step, c):
 
 @jit
 def run_for(fleet, tables, c, rule, params, lowest_id_wins, until_s):
-    """Let a rule route all that is to be decided before the time ``until_s``.
+    """Let a rule take all decisions before the time ``until_s``.
 
     Returns LIMIT with the cluster at that time, or OVER if every request was settled by then, or
-    STUCK or LOG_FULL. A request at hand is routed first, whenever it came.
+    STUCK or LOG_FULL. A current request is routed first, whenever it arrived.
     """
     cluster = fleet.clusters[c]
     while True:
@@ -147,7 +147,7 @@ def run_for(fleet, tables, c, rule, params, lowest_id_wins, until_s):
 def follow(fleet, tables, rule, params, lowest_id_wins, until_s, step):
     """Run every cluster with a rule to its time ``until_s`` [C]; cost and terms go to ``step``.
 
-    For a reference fleet on the same requests: what the rule would have paid in the same time.
+    For a reference fleet on the same requests: the rule's cost over the same time.
     """
     for c in range(until_s.size):
         run_for(fleet, tables, c, rule, params, lowest_id_wins, until_s[c])
@@ -162,9 +162,9 @@ def follow(fleet, tables, rule, params, lowest_id_wins, until_s, step):
 
 @jit
 def accrued_cost(fleet, _tables, c, t):
-    """Composite cost in s of all requests of a cluster up to time ``t``, not before its now.
+    """Composite cost in s of all requests of a cluster up to time ``t`` (s).
 
-    No time must be asked for that the cluster has gone past.
+    ``t`` must not lie before the cluster's current time.
     """
     cluster = fleet.clusters[c]
     if not cluster["accounts"]:
@@ -183,7 +183,7 @@ def accrued_cost(fleet, _tables, c, t):
 
 
 def empty_twin(fleet: Fleet, clusters: int = 1) -> Fleet:
-    """Return working memory for ``clusters`` copies of clusters of a fleet, which do not record."""
+    """Return memory for ``clusters`` copies of a fleet's clusters; copies record nothing."""
     arrays: dict[str, Any] = {}
     for name, array in fleet._asdict().items():
         shape = (clusters, *array.shape[1:])
@@ -197,7 +197,7 @@ def empty_twin(fleet: Fleet, clusters: int = 1) -> Fleet:
 def copy_cluster(source, s, target, d):
     """Make cluster ``d`` of ``target`` a copy of cluster ``s`` of ``source``, on the same tables.
 
-    ``target`` is the same fleet or made by :func:`empty_twin`. Only what the future can depend on
+    ``target`` is the same fleet or made by :func:`empty_twin`. Only what can influence the future
     is copied: settled requests and unused memory are left out.
     """
     n = source.clusters[s]["n_replicas"]
@@ -222,9 +222,9 @@ def copy_cluster(source, s, target, d):
 
 @jit
 def _copy_requests(cluster, requests, target, copies):
-    """Copy the requests that may still change, and those the target has changed since.
+    """Copy the requests that may still change, and those the target has changed.
 
-    If both clusters come from the same start, what has not arrived in either is equal already.
+    If both clusters come from the same start, requests that arrived in neither are equal already.
     """
     low = cluster["lowest"]
     count = cluster["n_requests"]

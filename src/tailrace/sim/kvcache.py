@@ -2,9 +2,9 @@
 
 A block holds the keys and values of ``block_size`` tokens. It is findable by the content of the
 whole prefix up to its end (a 64-bit key), held by any number of requests, and in the free list
-while nobody holds it. Taking a block from the front of that list forgets what it held. Several
-blocks may hold the same content; the oldest is found first and the others wait in its chain of
-twins.
+while no request holds it. Taking a block from the front of that list forgets what it held. Several
+blocks may hold the same content; the oldest is found first and the others are chained behind it as
+its twins.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from tailrace.view.selection import mix
 
 
 class KvCache(NamedTuple):
-    """The block book-keeping of one replica; see Fleet for shapes."""
+    """KV blocks of one replica; see Fleet for shapes."""
 
     blocks: NDArray[np.void]
     buckets: NDArray[np.int32]
@@ -26,7 +26,7 @@ class KvCache(NamedTuple):
 
 
 class PromptContent(NamedTuple):
-    """What the prompts of one request table consist of; see Tables for shapes."""
+    """Content of the prompts of one request table; see Tables for shapes."""
 
     facts: NDArray[np.void]
     run_keys: NDArray[np.uint64]
@@ -62,13 +62,13 @@ def block_key(content, request, index, block_size):
 
 @jit
 def is_private(content, request):
-    """Whether nobody else can ever look for this request's blocks."""
+    """Whether no other request can share this one's blocks."""
     return content.facts[request]["run_count"] == 0
 
 
 @jit
 def clear(server, kv):
-    """Forget everything; all blocks are free, in the order of their numbers."""
+    """Empty the cache; all blocks are free, in the order of their numbers."""
     count = server["num_blocks"] if server["caching"] else 0
     kv.buckets[:] = -1
     for b in range(count):
@@ -186,7 +186,7 @@ def _unlink(server, kv, block):
 
 @jit
 def reuse(server, kv, block):
-    """One more request holds a block found by its content."""
+    """Add a holder to a block found by its content."""
     if kv.blocks[block]["refs"] == 0:
         _unlink(server, kv, block)
     kv.blocks[block]["refs"] += 1
@@ -194,7 +194,7 @@ def reuse(server, kv, block):
 
 @jit
 def release(server, kv, block):
-    """A request lets go of a block; the last one to do so puts it at the end of the free list."""
+    """Remove a holder from a block; without any, it goes to the end of the free list."""
     kv.blocks[block]["refs"] -= 1
     if kv.blocks[block]["refs"] > 0:
         return

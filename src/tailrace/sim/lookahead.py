@@ -1,12 +1,12 @@
 """Marginal-cost look-ahead: the near-optimal reference, and the teacher of the learned policy.
 
-For each replica its own queue is simulated to the end, with and without the request at hand; the
-score is the increase of the total cost of all requests there. So the harm done to others counts.
-Unfinished answers are assumed to be as long as predicted (``lookahead``) or as they will really
-be (``lookahead_oracle``). No further arrivals are assumed.
+The queue of each replica is simulated to its end, with and without the current request; the score
+is the increase of the total cost of all requests there, so delaying others counts. Output lengths
+are the predicted (``lookahead``) or the true ones (``lookahead_oracle``). No further arrivals are
+assumed.
 
-The copy is made of counts only: cached prefixes count as the router believes them, the cache itself
-is not rolled forward, and a block that several requests share counts for each of them when freed.
+The simulated copy ("ghost") only counts blocks: prefixes are cached as the router believes, the
+cache itself does not change, and a block shared by several requests counts for each when freed.
 """
 
 import numpy as np
@@ -23,13 +23,13 @@ from tailrace.sim.types import (
 from tailrace.view.objective import compiled_cost
 
 LOOKAHEAD, LOOKAHEAD_ORACLE = CODE.lookahead, CODE.lookahead_oracle
-#: An answer is expected to go on for at least this share of the predicted length.
+#: At least this share of the predicted output is expected to be still to come.
 LEAST_SHARE_LEFT = 0.25
 
 
 @jit
 def marginal_costs(fleet, content, kv, c, rule, scores):
-    """Fill ``scores`` [n] with the increase of total cost, s, if the request at hand went there."""
+    """Fill ``scores`` [n] with the increase of total cost, s, if the current request went there."""
     oracle = rule == LOOKAHEAD_ORACLE
     for r in range(fleet.clusters[c]["n_replicas"]):
         scores[r] = np.inf
@@ -58,7 +58,7 @@ def _predicted(fleet, c, oracle, facts, n):
 
 @jit
 def _tokens_left(fleet, c, oracle, facts, n, generated):
-    """Output tokens still to come of a request that has ``generated`` so many, at least 1."""
+    """Output tokens still to come after ``generated`` ones, at least 1."""
     predicted = _predicted(fleet, c, oracle, facts, n)
     if oracle:
         return max(predicted - generated, 1)
@@ -68,7 +68,7 @@ def _tokens_left(fleet, c, oracle, facts, n, generated):
 
 @jit
 def _copy(fleet, facts, c, r, oracle):
-    """Make a ghost of replica ``r``, with predicted outputs; returns how many requests it has."""
+    """Copy replica ``r`` to the ghost, with predicted outputs; return its number of requests."""
     requests = fleet.requests[c]
     slots = fleet.ghost_slots[c]
     phase = fleet.ghost_phase[c]
@@ -104,7 +104,7 @@ def _copy(fleet, facts, c, r, oracle):
             batching.become_decode(server, slots, phase, ghosts, i)
         count += 1
     if server["busy"]:
-        server["fresh"] = 0  # booked when the iteration under way was formed
+        server["fresh"] = 0  # booked when the running iteration was formed
     n = server["queue_head"] if server["queue_len"] > 0 else -1
     server["queue_len"] = 0
     while n >= 0:
@@ -119,7 +119,7 @@ def _copy(fleet, facts, c, r, oracle):
 
 @jit
 def _predict(fleet, c, oracle, facts, n, request):
-    """Replace what a request still has to say by what the router expects."""
+    """Replace a request's remaining output by what the router expects."""
     answered = max(request["processed"], request["context"])
     generated = max(answered - facts[n]["prompt"], 0)
     left = _tokens_left(fleet, c, oracle, facts, n, generated)
@@ -130,14 +130,14 @@ def _predict(fleet, c, oracle, facts, n, request):
 
 @jit
 def _within_memory(server, prompt, output):
-    """As much of an output as the server has room for: with more it would never end."""
+    """Limit an output to the server's KV memory: a longer one would never end."""
     room = (server["num_blocks"] - server["watermark_blocks"]) * server["block_size"]
     return max(min(output, room - prompt - server["block_size"]), 1)
 
 
 @jit
 def _add_newcomer(fleet, facts, c, r, oracle, count):
-    """Send the request at hand to the ghost."""
+    """Send the current request to the ghost."""
     n = fleet.clusters[c]["request"]
     ghosts = fleet.ghost_requests[c]
     ghosts[count] = fleet.requests[c, n]
@@ -151,7 +151,7 @@ def _add_newcomer(fleet, facts, c, r, oracle, count):
 
 @jit
 def _roll(fleet, content, kv, c, r):
-    """Let the ghost finish all it has."""
+    """Run the ghost until all its requests have finished."""
     happened = servers.FORMED
     while happened != servers.NOTHING:
         happened = servers.step(

@@ -9,7 +9,7 @@ from tailrace.workload.table import RequestTable
 
 PENDING, FINISHED, FAILED = 0, 1, 2
 
-#: One request's fate, in the order of the request table. Times are seconds from the start; NaN:
+#: Outcome of one request, in the order of the request table. Times in s from the start; NaN:
 #: never.
 REQUEST_RESULT = np.dtype(
     [

@@ -1,8 +1,8 @@
 """How a server forms its next batch: sarathi, vllm and vllm_v1 on one pipeline stage.
 
 Each ``_form_*`` function fills the slots' chunks, books blocks and sets ``tokens``, ``work`` and
-``batched`` of the server. :func:`form` then sets the clock: one iteration, or, if only decodes take
-part, a whole stretch of equal iterations up to the next moment at which anything can change.
+``batched`` of the server. :func:`form` then sets the clock: one iteration or, if only decodes take
+part, a whole stretch of equal iterations up to the next change.
 """
 
 import numpy as np
@@ -24,12 +24,12 @@ from tailrace.view.cost_model import iteration_s, token_ms
 
 @inlined
 def form(server, slots, phase, kv, requests, content, cost, now):
-    """Begin the next iteration at ``now`` (s). False if there is none to begin."""
+    """Start the next iteration at ``now`` (s). False if no batch can be formed."""
     preemptions = server["preemptions"]
     server["tokens"] = 0
     for _ in range(2):
         _form_batch(server, slots, phase, kv, requests, content, now)
-        # If everyone was evicted, the queue can be served at once; Vidur waits for an arrival.
+        # If all were evicted, the queue can be served at once; Vidur waits for an arrival.
         if server["tokens"] > 0 or server["preemptions"] == preemptions or server["compat"]:
             break
     if server["tokens"] == 0:
@@ -40,7 +40,7 @@ def form(server, slots, phase, kv, requests, content, cost, now):
     server["start"] = now
     server["steps"] = 1
     decodes_only = server["decoding"] == 1 and server["batched"] == server["n_decodes"]
-    # After an eviction vllm_v1 admits nobody, but it may in the very next iteration.
+    # After an eviction vllm_v1 admits no request, but it may in the very next iteration.
     settled = server["preemptions"] == preemptions
     if decodes_only and settled and not server["exact"]:
         server["steps"] = _stretch(server)
@@ -65,7 +65,7 @@ def _form_batch(server, slots, phase, kv, requests, content, now):
 
 @jit
 def _stretch(server):
-    """Decode iterations until someone is done or, at the worst, blocks run short."""
+    """Decode iterations until a request is done or, at worst, blocks run short."""
     steps = server["next_finish"] - server["tick"]
     if server["explicit"]:
         return min(steps, max(server["next_event"] - server["tick"], 1))
@@ -78,7 +78,7 @@ def _stretch(server):
 
 @jit
 def stretch_end(server, cost, steps):
-    """End, in s, of the first ``steps`` iterations of the stretch under way."""
+    """End, in s, of the first ``steps`` iterations of the current stretch."""
     divisor = server["speed"]
     if steps == 1:
         seconds = iteration_s(
@@ -92,7 +92,7 @@ def stretch_end(server, cost, steps):
 
 @jit
 def steps_ended(server, cost, now):
-    """Iterations of the stretch under way that ended at or before ``now``."""
+    """Iterations of the current stretch that ended at or before ``now``."""
     low, high = 0, server["steps"] - 1
     while low < high:
         middle = (low + high + 1) // 2
@@ -105,7 +105,7 @@ def steps_ended(server, cost, now):
 
 @jit
 def interrupt(server, cost, now):
-    """There is news: let the stretch under way end with the iteration running at ``now``."""
+    """Cut the current stretch short, to end with the iteration running at ``now`` (s)."""
     if server["busy"] == 0 or server["steps"] == 1:
         return
     steps = steps_ended(server, cost, now)
@@ -134,7 +134,7 @@ def _add_chunk(server, processed, chunk):
 
 @jit
 def _form_sarathi(server, slots, phase, kv, requests, content, now):
-    """Decodes first, the rest of the token budget to prompts in order; blocks for whole prompts."""
+    """Form a sarathi batch: decodes, then prompts in order; blocks for whole prompts."""
     _book_decode_blocks(server, slots, phase, kv, requests, content)
     _decodes_take_part(server)
     budget = server["chunk_size"] - server["tokens"]
@@ -161,7 +161,7 @@ def _form_sarathi(server, slots, phase, kv, requests, content, now):
 
 @jit
 def _book_decode_blocks(server, slots, phase, kv, requests, content):
-    """sarathi and vllm: each decode wants a free block before it runs, even if it takes none."""
+    """Give sarathi's and vllm's decodes a free block each before they run, needed or not."""
     if server["n_decodes"] == 0:
         return
     due = phase[server["tick"] % server["block_size"]]
@@ -186,7 +186,7 @@ def _book_decode_blocks(server, slots, phase, kv, requests, content):
 
 @jit
 def _sort_by_sent(server, slots, requests):
-    """Stable insertion sort of the decodes by the time they were sent; nearly sorted as a rule."""
+    """Sort the decodes by the time they were sent: stable insertion, as most are in order."""
     rows = slots.shape[0]
     for i in range(1, server["n_decodes"]):
         j = i
@@ -205,7 +205,7 @@ def _sort_by_sent(server, slots, requests):
 
 @jit
 def _form_vllm(server, slots, phase, kv, requests, content, now):
-    """Whole prompts alone, if any can be admitted; otherwise the decodes."""
+    """Form a vllm batch: whole prompts if any can be admitted, otherwise the decodes."""
     longest = 0
     admitted = 0
     while server["queue_len"] > 0 and server["n_slots"] < server["batch_cap"]:
@@ -232,7 +232,7 @@ def _form_vllm(server, slots, phase, kv, requests, content, now):
 
 @jit
 def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
-    """Running requests by admission, blocks as needed; new ones only if nobody was evicted."""
+    """Form a vllm_v1 batch: running requests, then new ones unless a request was evicted."""
     preemptions = server["preemptions"]
     if server["explicit"]:
         if server["n_decodes"] > 0 and server["tick"] >= server["next_event"]:
@@ -262,7 +262,7 @@ def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
 
 @jit
 def _squeeze_decodes(server, slots, phase, kv, requests, content):
-    """Counted blocks are short: decode by decode, evicting the last resident request as needed."""
+    """Serve decode by decode when counted blocks run short, evicting the last request as needed."""
     i = 0
     while i < server["n_decodes"]:
         request = requests[slots[SLOT_REQUEST, i]]
@@ -279,7 +279,7 @@ def _squeeze_decodes(server, slots, phase, kv, requests, content):
 
 @jit
 def _grow_decodes(server, slots, phase, kv, requests, content):
-    """Explicit blocks: serve the decodes that need or fill a block at this tick."""
+    """Serve the decodes that need or fill a block at this tick, in explicit mode."""
     tick = server["tick"]
     size = server["block_size"]
     next_event = batching.NO_TICK
@@ -315,7 +315,7 @@ def _grow_decodes(server, slots, phase, kv, requests, content):
 
 @jit
 def _grow_prefill(server, slots, kv, requests, content, i, chunk):
-    """Blocks for ``chunk`` more prompt tokens of slot ``i``; False if there are not enough."""
+    """Take blocks for ``chunk`` more prompt tokens of slot ``i``; False if there are not enough."""
     r = slots[SLOT_REQUEST, i]
     request = requests[r]
     before = request["processed"]
@@ -373,7 +373,7 @@ def _reuse_prefix(server, kv, request, content, r, budget):
         if request["restarts"] > 0 or not kvcache.is_private(content, r):
             hits = kvcache.longest_prefix(kv, content, r, request["prompt"], size, row)
         if hits * size == request["prompt"]:
-            hits -= 1  # at least one token has to be computed to get an answer
+            hits -= 1  # at least one prompt token has to be computed to produce an output token
         for k in range(hits):
             if kv.blocks[kv.held[row, k]]["refs"] == 0:
                 idle += 1

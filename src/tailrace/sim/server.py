@@ -1,6 +1,6 @@
-"""One server through time: end iterations, form batches, take requests, die.
+"""One server through time: iterations end, batches are formed, requests arrive, it dies.
 
-Time moves lazily. :func:`step` brings a server at most one transition further towards a time
+Time advances lazily. :func:`step` makes at most one transition towards a time
 ``t``: an iteration that ends at or before ``t`` ends, and a batch due *strictly before* ``t`` is
 formed. So all arrivals of one instant are queued before a batch is formed at that instant.
 """
@@ -16,7 +16,7 @@ NOTHING, FORMED, ENDED = 0, 1, 2
 
 @inlined
 def step(server, slots, phase, kv, requests, content, cost, t, notices):
-    """Make one transition if one is due; returns what happened. News go to ``notices``."""
+    """Make one transition if one is due; return which. First tokens and ends go to ``notices``."""
     if server["busy"]:
         if server["until"] > t:
             return NOTHING
@@ -66,7 +66,7 @@ def _count_iterations(server, steps, seconds):
 
 @jit
 def wake_time(server):
-    """When the server next wants attention, s."""
+    """Time of the server's next transition, s."""
     return server["until"] if server["busy"] else server["ready_at"]
 
 
@@ -86,7 +86,7 @@ def receive(server, requests, cost, r, now):
 
 @jit
 def set_speed(server, cost, factor, now):
-    """From the next iteration on, run at ``factor`` times the configured speed."""
+    """Run at ``factor`` times the configured speed from the next iteration on."""
     if server["busy"]:
         schedulers.interrupt(server, cost, now)
     server["speed"] = server["configured_speed"] * factor
@@ -104,7 +104,7 @@ def blocks_held(server, phase, cost, now):
 
 @jit
 def answering_context(server, cost, now):
-    """Prompt and output tokens so far of the requests that have begun to answer."""
+    """Prompt and output tokens so far of the answering requests."""
     context = server["context"] + server["preempted_context"]
     if server["busy"] and server["steps"] > 1:
         context += server["n_decodes"] * schedulers.steps_ended(server, cost, now)
@@ -113,9 +113,9 @@ def answering_context(server, cost, now):
 
 @jit
 def oldest_sent(server, slots, requests):
-    """When the longest waiting request without a first token was sent, s; inf: there is none.
+    """When the oldest request without a first token was sent, s; inf: there is none.
 
-    Prompts being read come in the order they were sent, and so does the queue behind them.
+    Prompts are prefilled in the order they were sent, and the queue behind them is in that order.
     """
     oldest = np.inf
     for i in range(server["n_decodes"], server["n_slots"]):
@@ -133,12 +133,12 @@ def oldest_sent(server, slots, requests):
 
 @jit
 def die(server, slots, phase, kv, requests, facts, cost, now):
-    """Lose everything at ``now`` (s): answering requests are lost, the others may go elsewhere.
+    """Die at ``now`` (s): answering requests are lost, the others may go elsewhere.
 
-    Returns the heads of two lists linked by REQUEST_STATE.next: to be routed again, and lost.
+    Returns the heads of two lists linked by REQUEST_STATE.next: to be rerouted, and lost.
     """
     if server["busy"]:
-        # What the iteration under way would have done is lost; the time was spent all the same.
+        # The running iteration's work is lost, but its time was spent.
         ended = schedulers.steps_ended(server, cost, now)
         server["work"] = 0.0
         _count_iterations(server, ended, now - server["start"])
@@ -175,7 +175,7 @@ def die(server, slots, phase, kv, requests, facts, cost, now):
 
 @jit
 def empty(server, phase, kv):
-    """A server without requests and with a cold cache."""
+    """Make a server empty, with a cold cache."""
     server["busy"] = 0
     server["until"] = np.inf
     server["ready_at"] = np.inf

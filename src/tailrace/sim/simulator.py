@@ -27,7 +27,7 @@ from tailrace.view.devices import resolved
 from tailrace.view.records import View
 from tailrace.workload.table import RequestTable
 
-#: Decisions between two reports of progress, and batches recorded between two emptyings of the log.
+#: Decisions between two progress reports, and capacity of the batch log.
 SLICE = 20_000
 BATCH_LOG = 65_536
 
@@ -49,7 +49,7 @@ def simulate(
     record_batches: bool = False,
     progress: Progress | None = None,
 ) -> SimResult:
-    """Route a whole table with one policy; ``progress`` is told how many requests have ended."""
+    """Route a whole table with one policy; ``progress`` gets the requests settled so far."""
     chosen = registry.get(policy) if isinstance(policy, str) else policy
     if uses_reference(cluster, engine):
         reference = ReferenceEngine(
@@ -89,7 +89,7 @@ class Simulation:
     """One cluster of the compiled engine, decision by decision.
 
     ``next_decision()`` returns what the router sees, or None at the end; ``assign(replica)`` sends
-    the request at hand. ``copy()`` gives an independent twin that goes on from the same state.
+    the current request. ``copy()`` gives an independent twin that continues from the same state.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Simulation:
         listen: bool = False,
         lookahead: bool = False,
     ) -> None:
-        """Lay the cluster out at time 0; ``listen`` keeps news for a policy's hooks."""
+        """Set the cluster up at time 0; ``listen`` records events for a policy's hooks."""
         reason = why_not_compiled(cluster)
         if reason is not None:
             raise TailraceError(reason)
@@ -131,10 +131,10 @@ class Simulation:
     def look_only_at(
         self, *, metrics: bool, prefix: bool, context: bool, accounts: bool = False
     ) -> None:
-        """Spare the parts of the view that a policy does not read; to be said before the start.
+        """Skip the parts of the view that a policy does not read; call it before the run.
 
-        ``context`` stands for the tokens of answers under way and all moving averages; without
-        ``accounts`` nobody can ask what has accrued on the way.
+        ``context`` covers the tokens of streaming responses and all moving averages; ``accounts``
+        the cost accrued so far (sim/cost_accounts.py).
         """
         if not metrics:
             self._fleet.clusters["scrape_s"] = np.inf
@@ -182,7 +182,7 @@ class Simulation:
         return View(fleet.requests_view[0], fleet.replicas_view[0], fleet.costs[0], fleet.router[0])
 
     def assign(self, replica: int) -> None:
-        """Send the request at hand to a replica."""
+        """Send the current request to a replica."""
         if self._fleet.clusters[0]["request"] < 0:
             raise TailraceError("there is no request at hand; call next_decision() first")
         available = self._fleet.replicas_view[0]["available"]
@@ -191,7 +191,7 @@ class Simulation:
         kernel.assign(self._fleet, self._tables, 0, replica)
 
     def run(self, policy: Policy, progress: Progress | None = None) -> None:
-        """Route all that is left with one policy."""
+        """Route all remaining requests with one policy."""
         if isinstance(policy, BuiltinPolicy):
             self._run_builtin(policy, progress)
         else:
@@ -235,7 +235,7 @@ class Simulation:
         self._pass_on_news(policy)
 
     def _pass_on_news(self, policy: Policy) -> None:
-        """Call the policy's hooks, in time order, for what the router heard since last time."""
+        """Call the policy's hooks, in time order, for all events since the last call."""
         cluster = self._fleet.clusters[0]
         news = self._fleet.news[0, : cluster["news_count"]]
         hooks = {
@@ -261,7 +261,7 @@ class Simulation:
         return bool(status == kernel.OVER)
 
     def result(self) -> SimResult:
-        """Return what has happened so far."""
+        """Return the results so far."""
         fleet = self._fleet
         requests = np.zeros(len(self.table), REQUEST_RESULT)
         states = fleet.requests[0, : len(self.table)]

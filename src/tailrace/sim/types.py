@@ -25,21 +25,18 @@ SERVER = np.dtype(
         ("max_batch_tokens", "i8"),
         ("watermark_blocks", "i8"),
         ("caching", "i8"),  # 1: block-level prefix cache
-        (
-            "explicit",
-            "i8",
-        ),  # 1: blocks are booked one by one; 0: counted by phase (see batching.py)
+        ("explicit", "i8"),  # 1: blocks are tracked one by one; 0: counted (see batching.py)
         ("extra_blocks", "i8"),  # taken along with each new block (vllm_v1)
         ("configured_speed", "f8"),
         ("compat", "i8"),  # 1: with Vidur's defects
         ("exact", "i8"),  # 1: no fast-forward
         # time
         ("speed", "f8"),
-        ("busy", "i8"),  # 1: an iteration is under way
+        ("busy", "i8"),  # 1: an iteration is running
         ("start", "f8"),  # when it began, s
         ("until", "f8"),  # when it (or the stretch) ends, s
         ("ready_at", "f8"),  # idle with work since, s; inf: nothing to do
-        # the iteration under way
+        # the running iteration
         ("steps", "i8"),  # equal decode iterations in one stretch
         ("decoding", "i8"),  # 1: the decodes take part
         ("tokens", "i8"),  # T
@@ -79,7 +76,7 @@ SERVER = np.dtype(
 SLOT_REQUEST, SLOT_FINISH, SLOT_OFFSET, SLOT_CHUNK, SLOT_EVENT, SLOT_ROW = 0, 1, 2, 3, 4, 5
 SLOT_ROWS = 6
 # REQUEST: row of the request. FINISH: tick at which it is done. OFFSET: tokens processed minus
-# tick, constant while it decodes. CHUNK: prompt tokens in the iteration under way. EVENT:
+# tick, constant while it decodes. CHUNK: prompt tokens in the running iteration. EVENT:
 # explicit blocks, tick of its next block event. ROW: its row of Server.held.
 
 NOT_ARRIVED, WAITING, RUNNING, DONE, LOST = 0, 1, 2, 3, 4
@@ -92,7 +89,7 @@ REQUEST_STATE = np.dtype(
         ("scheduled", "f8"),
         ("first", "f8"),
         ("done", "f8"),
-        ("deadline", "f8"),  # for the first token; see accounts.py
+        ("deadline", "f8"),  # for the first token; see cost_accounts.py
         ("prompt", "i4"),  # tokens to prefill; grows when it is preempted
         ("output", "i4"),  # tokens to decode, shrinks likewise
         ("processed", "i4"),  # valid outside the decode slots
@@ -142,13 +139,13 @@ CLUSTER = np.dtype(
         ("static_prediction", "i8"),  # 1: predicted outputs come from the table
         ("batch_count", "i8"),  # recorded iterations in Fleet.batches
         ("news_count", "i8"),  # recorded news in Fleet.news
-        ("view_context", "i8"),  # 1: the view's context_tokens and moving averages are wanted
-        ("view_prefix", "i8"),  # 1: the view's cached_tokens are wanted for all replicas
+        ("view_context", "i8"),  # 1: fill the view's context_tokens and moving averages
+        ("view_prefix", "i8"),  # 1: fill the view's cached_tokens of all replicas
         ("stuck", "i8"),  # 1: some replica has work but can form no batch
-        ("serial", "i8"),  # number of its start: equal in copies, different in all else
+        ("serial", "i8"),  # number of its start: equal in copies, otherwise unique
         ("lowest", "i8"),  # all requests before this one are settled
         ("highest", "i8"),  # no request after this one has arrived
-        # accounts, see accounts.py
+        # accounts, see cost_accounts.py
         ("accounts", "i8"),  # 1: they are kept
         ("in_system", "i8"),  # requests, and the sum of their arrival times, s
         ("in_system_since", "f8"),
@@ -183,7 +180,7 @@ EVENT_CODES = {
 }
 EVENT = np.dtype([("at", "f8"), ("replica", "i8"), ("kind", "i8"), ("factor", "f8")])
 
-#: What the engine needs of a request that never changes.
+#: The constant part of one request.
 REQUEST_FACT = np.dtype(
     [
         ("arrival", "f8"),
@@ -205,7 +202,7 @@ REQUEST_FACT = np.dtype(
 )
 
 NEWS_FIRST_TOKEN, NEWS_FINISHED, NEWS_FAILED = 0, 1, 2
-#: Something the router heard, kept for policies written in Python.
+#: An event recorded for the hooks of policies written in Python.
 NEWS = np.dtype([("at", "f8"), ("kind", "i8"), ("replica", "i8"), ("request", "i8")])
 
 #: A future arrival that is not in the list of roots.
@@ -228,12 +225,10 @@ class Fleet(NamedTuple):
 
     clusters: NDArray[np.void]  #: [C] CLUSTER
     servers: NDArray[np.void]  #: [C, N] SERVER
-    wake: NDArray[np.float64]  #: [C, N] when the replica next wants attention, s; inf: never
+    wake: NDArray[np.float64]  #: [C, N] time of the replica's next transition, s; inf: none
     slots: NDArray[np.int64]  #: [C, N, SLOT_ROWS, S]
     phase: NDArray[np.int64]  #: [C, N, block size] decodes that need a block at tick = index (mod)
-    notices: NDArray[
-        np.int64
-    ]  #: [C, 2, S + 1] news of an iteration end: first tokens, ends; [., 0] = count
+    notices: NDArray[np.int64]  #: [C, 2, S + 1] first tokens, ends of an iteration; [., 0] = count
     requests: NDArray[np.void]  #: [C, R] REQUEST_STATE
     heap: NDArray[np.void]  #: [C, Q] HEAP_ENTRY
     blocks: NDArray[np.void]  #: [C, N, B] BLOCK

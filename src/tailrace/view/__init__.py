@@ -1,1 +1,1 @@
-"""What any router knows when it decides: the records, and the code that keeps them."""
+"""What any router knows when it decides: the records, and the code that maintains them."""

@@ -1,8 +1,8 @@
 """The router's records kept from Python, for worlds that move requests in Python.
 
 The reference engine and the Vidur plug-in both build on :class:`Bookkeeper`; the compiled engine
-and the live router keep the same records in compiled code. It holds no policy: it shows what a
-router sees, and is told where requests went and what came back.
+and the live router keep the same records in compiled code. It holds no policy: its owner decides,
+and reports where requests went and what came back.
 """
 
 import math
@@ -72,8 +72,8 @@ class Sent:
 class Bookkeeper:
     """View, ledger and metrics snapshots of one router in front of ``n`` replicas. Times in s.
 
-    A subclass says how far its servers are: ``server_metrics`` and ``streamed_context``. Requests
-    are any objects with an ``id``.
+    A subclass reads its servers in ``server_metrics`` and ``streamed_context``. Requests are any
+    objects with an ``id``.
     """
 
     def __init__(self, replicas: Sequence[Replica], settings: RouterSettings, seed: int) -> None:

@@ -1,8 +1,8 @@
 """Device and model presets: how long an iteration takes and how much KV cache a replica holds.
 
 The token part of every preset (base, per token, knots) is fitted to public profiles. What the
-profiles do not give is derived from data-sheet figures by the three formulas below and listed in
-``Device.derived``; expect a derived figure to be right within a quarter or so.
+profiles do not give is derived from data sheets by the three formulas below and listed in
+``Device.derived``; expect derived values to be within 25 % or so.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ DERIVED = ("per_context_ms", "per_prefill_ms", "num_blocks")
 
 @dataclass(frozen=True)
 class Gpu:
-    """Data-sheet figures of one accelerator."""
+    """Data sheet of one accelerator."""
 
     bandwidth: float  # bytes/s
     peak_flops: float  # FLOP/s, 16-bit tensor, dense
@@ -67,7 +67,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Device:
-    """A preset."""
+    """A preset of one device and model."""
 
     name: str
     description: str
@@ -132,7 +132,7 @@ def _derive(
     model: Model,
     token_part: tuple[float, float, float, float],
 ) -> Device:
-    """Complete a preset of which only the token part (base, per token, knot, slope) is fitted."""
+    """Return a preset: token part (base, per token, knot, slope) fitted, the rest derived."""
     base_ms, per_token_ms, knot, slope_ms = token_part
     return Device(
         name=name,
@@ -151,7 +151,7 @@ def _derive(
 
 
 def _three_digits(value: float) -> float:
-    """Round to what a derived figure can claim."""
+    """Round to the precision of derived values."""
     return float(f"{value:.3g}")
 
 

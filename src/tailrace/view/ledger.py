@@ -1,8 +1,8 @@
 """The router's own book-keeping: what it sent where, and what has come back.
 
-Small functions over REPLICA_VIEW and ROUTER records, called by whoever moves requests: the compiled
-engine, the reference engine, the Vidur plug-in and the live router. ``cached`` is always the number
-of prompt tokens the router *believed* to be cached when it sent the request.
+Functions over REPLICA_VIEW and ROUTER records, called by the compiled engine, the Python
+book-keeper and the live router. ``cached`` is always the number of prompt tokens the router
+*believed* to be cached when it sent the request.
 """
 
 import math
@@ -13,7 +13,7 @@ from tailrace.view.records import HISTORY_S, RECENT_WORK_S
 
 @jit
 def fade_recent_work(replica, now):
-    """Bring the fading sum of recent work up to ``now`` (s)."""
+    """Decay the sum of recent work up to ``now`` (s)."""
     if now > replica["recent_at"]:
         replica["recent_work"] *= math.exp((replica["recent_at"] - now) / RECENT_WORK_S)
         replica["recent_at"] = now
@@ -21,7 +21,7 @@ def fade_recent_work(replica, now):
 
 @jit
 def sent(replica, prompt, cached, predicted, now):
-    """A request of ``prompt`` tokens, ``predicted`` to get so many back, leaves at ``now`` (s)."""
+    """Record a request of ``prompt`` and ``predicted`` output tokens as sent at ``now`` (s)."""
     uncached = prompt - cached
     replica["in_flight"] += 1
     replica["queued"] += 1
@@ -37,19 +37,19 @@ def sent(replica, prompt, cached, predicted, now):
 
 @jit
 def answering(replica, prompt, cached, sent_at):
-    """Its first token has come back; ``context_tokens`` is kept by whoever counts tokens."""
+    """Record the first token of a request; ``context_tokens`` is kept where tokens are counted."""
     replica["queued"] -= 1
     replica["answering_prompts"] += prompt
     replica["queued_tokens"] -= prompt
     replica["queued_uncached"] -= prompt - cached
     replica["queued_since_sum"] -= sent_at
     if replica["queued"] == 0:
-        replica["queued_since_sum"] = 0.0  # no rounding errors are carried on
+        replica["queued_since_sum"] = 0.0  # rounding errors do not accumulate
 
 
 @jit
 def finished(replica, router, prompt, predicted, output):
-    """An answering request ended after ``output`` tokens; ``predicted`` as when it was sent."""
+    """Record the end of a request after ``output`` tokens; ``predicted`` as when it was sent."""
     replica["in_flight"] -= 1
     replica["answering_prompts"] -= prompt
     replica["predicted_tokens"] -= predicted
@@ -61,7 +61,7 @@ def finished(replica, router, prompt, predicted, output):
 
 @jit
 def lost(replica):
-    """The replica died: nothing it held is in flight any more. The caller routes again or fails."""
+    """Record that a replica died with all its requests, which the caller reroutes or fails."""
     replica["in_flight"] = 0
     replica["queued"] = 0
     replica["queued_tokens"] = 0
@@ -76,9 +76,9 @@ def lost(replica):
 
 @jit
 def look(replicas, router, now):
-    """Bring the moving averages up to a decision at ``now`` (s); ``context_tokens`` are current.
+    """Update the moving averages for a decision at ``now`` (s); ``context_tokens`` must be current.
 
-    Each fades by the same factor, so a mean is the ratio of two of them and is right from the
+    All decay by the same factor, so a mean is the ratio of two of them and is unbiased from the
     first second on.
     """
     keep = math.exp(min(0.0, router["looked_at"] - now) / HISTORY_S)
@@ -101,7 +101,7 @@ def look(replicas, router, now):
 
 @jit
 def scraped(replica, waiting, running, kv_used, now):
-    """A metrics snapshot taken at ``now`` (s) has arrived."""
+    """Record a metrics snapshot taken at ``now`` (s)."""
     replica["metrics_at"] = now
     replica["waiting"] = waiting
     replica["running"] = running
@@ -112,7 +112,7 @@ def scraped(replica, waiting, running, kv_used, now):
 
 @jit
 def whole_tokens(predicted):
-    """A predicted output length as a number of tokens the ledger can add and take away exactly."""
+    """Round a predicted output length to tokens, which the ledger can add and subtract exactly."""
     return int(min(predicted + 0.5, 1e9))
 
 

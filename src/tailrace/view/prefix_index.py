@@ -29,7 +29,7 @@ ENTRY = np.dtype(
     ]
 )
 
-#: What one replica's part of the index amounts to.
+#: Totals of one replica's part of the index.
 TOTALS = np.dtype(
     [
         ("held_tokens", "i8"),  # sum of the tokens of all entries
@@ -49,7 +49,7 @@ class PrefixIndex(NamedTuple):
 
 
 def new_index(replicas: int, entries: int) -> PrefixIndex:
-    """Return an empty index for so many replicas, with room for so many runs per replica."""
+    """Return an empty index for ``replicas`` replicas with room for ``entries`` runs each."""
     slots = 1 << (2 * entries - 1).bit_length()  # at most half full: short probes
     return PrefixIndex(
         np.zeros((replicas, entries + 1), ENTRY),
@@ -114,7 +114,7 @@ def insert(index, replica, keys, tokens, capacity_tokens, now):
 
 @jit
 def forget(index, replica):
-    """Forget all about a replica: it died, or came back empty."""
+    """Forget a replica's content: it died, or came back empty."""
     head = index.entries[replica][0]
     head["older"] = 0
     head["newer"] = 0
@@ -151,7 +151,7 @@ def _find(entry_keys, slots, key):
 
 @jit
 def _take_entry(entries, totals, key):
-    """Return an unused entry, now of this key and without tokens."""
+    """Allocate an entry for a key, without tokens."""
     entry = totals["free"]
     if entry != 0:
         totals["free"] = entries[entry]["newer"]
@@ -166,7 +166,7 @@ def _take_entry(entries, totals, key):
 
 @jit
 def _evict_oldest(entries, slots, totals):
-    """Give back the entry that was not used for longest."""
+    """Free the least recently used entry."""
     entry = entries[0]["newer"]
     _empty_slot(entries["key"], slots, _find(entries["key"], slots, entries[entry]["key"]))
     _unlink(entries, entry)

@@ -21,7 +21,7 @@ REPLICA_VIEW = np.dtype(
         ("capacity_tokens", "i8"),  # KV cache size
         ("block_size", "i8"),  # tokens per KV block
         ("token_budget", "i8"),  # tokens per iteration (chunk size)
-        ("batch_cap", "i8"),  # most requests it runs at once
+        ("batch_cap", "i8"),  # maximum number of requests it runs at once
         ("prefill_tokens_per_s", "f8"),  # throughput of full prefill iterations, cost model
         # ledger: what the router sent and what has streamed back
         ("in_flight", "i8"),  # sent, not finished
@@ -31,7 +31,7 @@ REPLICA_VIEW = np.dtype(
         ("context_tokens", "i8"),  # prompt + streamed tokens of those that are answering
         ("answering_prompts", "i8"),  # the prompts' part of context_tokens
         ("predicted_tokens", "i8"),  # predicted output tokens of those in flight, as predicted then
-        ("oldest_sent", "f8"),  # when the longest queued was sent, s; only while there is one
+        ("oldest_sent", "f8"),  # when the oldest queued was sent, s; only while there is one
         ("queued_since_sum", "f8"),  # sum of send times of the queued, s
         ("sent_tokens", "i8"),  # uncached prompt tokens sent since the metrics snapshot
         ("sent_requests", "i8"),  # requests sent since the metrics snapshot
@@ -49,7 +49,7 @@ REPLICA_VIEW = np.dtype(
         ("running", "i8"),  # requests in the server's batch
         ("kv_used", "f8"),  # share of KV blocks held by requests, 0..1
         # prefix index
-        ("cached_tokens", "i8"),  # of the request at hand, as the index believes
+        ("cached_tokens", "i8"),  # prompt tokens of the current request, as the index believes
         ("index_tokens", "i8"),  # all tokens the index holds for this replica
     ]
 )
@@ -81,8 +81,8 @@ ROUTER = np.dtype(
         ("finished", "i8"),  # requests finished so far
         ("finished_tokens", "i8"),  # their output tokens: running mean = predicted output
         ("looked_at", "f8"),  # when the moving averages were last brought up to date, s
-        ("watched_s", "f8"),  # time watched so far, fading with HISTORY_S: at most HISTORY_S
-        ("recent_arrivals", "f8"),  # requests that came to be routed, fading with HISTORY_S
+        ("watched_s", "f8"),  # time observed so far, fading with HISTORY_S: at most HISTORY_S
+        ("recent_arrivals", "f8"),  # requests that arrived, fading with HISTORY_S
     ]
 )
 

@@ -1,4 +1,4 @@
-"""From scores to a choice: the one place for masks, ties and random numbers."""
+"""Choosing a replica by scores: masks, ties and random numbers."""
 
 import numpy as np
 
@@ -16,7 +16,7 @@ def random_u64(router):
 
 @jit
 def mix(value):
-    """Scramble 64 bits (the finaliser of SplitMix64); a good hash of one integer."""
+    """Hash one integer (the finaliser of SplitMix64)."""
     z = np.uint64(value)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -25,16 +25,16 @@ def private_facts(request: Any) -> RequestFacts:
 
 
 class Watcher:
-    """Told of everything the router hears; does nothing by itself. Times in s."""
+    """Listener to the router's events; does nothing by itself. Times in s."""
 
     def decided(self, view: View, replica: int) -> None:
-        """A request goes to a replica; the view is that of the decision."""
+        """Called when a request goes to a replica, with the view of the decision."""
 
     def first_token(self, number: int, now: float) -> None:
-        """The first token of a request has come back."""
+        """Called at the first token of a request."""
 
     def finished(self, number: int, now: float) -> None:
-        """A request is complete."""
+        """Called when a request is complete."""
 
 
 class VidurRouter(Bookkeeper):
@@ -105,7 +105,7 @@ class VidurRouter(Bookkeeper):
 
 
 class PolicyHooks(Watcher):
-    """Passes on to a policy what its hooks are for."""
+    """Calls the hooks of a policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy

@@ -1,10 +1,9 @@
-"""The network of a learned policy without torch: its settings, its tensors, and where they lie.
+"""The network of a learned policy without torch: its settings, its tensors, and their layout.
 
-:func:`pack` lays settings, weights and scratch space out in one vector of float64, so that to the
-simulator a learned policy is a rule with rather many parameters. The vector starts with a header of
-numbers; all else in it is read as float32 (two to a number of the vector) at the offsets that the
-header gives. See policy/learned/policy.py for the arithmetic and policy/learned/network.py for
-training.
+:func:`pack` puts settings, weights and scratch space into one float64 vector, so that a learned
+policy is a rule with many parameters to the simulator. The vector starts with a header of numbers;
+the rest is read as float32 (two per element) at the offsets in the header. See
+policy/learned/inference.py for the arithmetic and policy/learned/network.py for training.
 """
 
 from collections.abc import Mapping
@@ -27,7 +26,7 @@ Tensors = Mapping[str, NDArray[np.float32]]
 SKETCH = "sketch.weight"
 
 FEATURE_NAMES = tuple(feature.name for feature in (*REPLICA_FEATURES, *REQUEST_FEATURES))
-#: A feature that hardly varied in training is not blown up beyond this when it does vary later.
+#: Least standard deviation of a feature: one that hardly varied in training is not blown up later.
 STD_FLOOR = 0.1
 
 
@@ -55,9 +54,9 @@ class NetworkConfig(Settings):
     prior_weight: float = Field(default=3.0, gt=0, le=100, allow_inf_nan=False)
     """How much a standard deviation of the rule's scores lowers the logit."""
     ignore: tuple[str, ...] = ()
-    """Features the network must not look at, by name: to see what they are good for."""
+    """Names of features hidden from the network, for ablations."""
     shortlist: int = Field(default=12, ge=2, le=1024)
-    """Most replicas a finished policy looks at; of more, a linear sketch of itself picks these."""
+    """Maximum replicas a finished policy evaluates; of more, a linear sketch preselects."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -87,9 +86,9 @@ class NetworkConfig(Settings):
 def tensor_shapes(
     config: NetworkConfig, features: int, globals_: int
 ) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a network over so many features, as torch has them.
+    """Return name and shape, as in torch, of every tensor of a network.
 
-    ``features`` per replica, ``globals_`` of the request and the cluster.
+    It has ``features`` inputs per replica, and ``globals_`` of the request and the cluster.
     """
     hidden, memory = config.hidden, config.memory
     shapes: dict[str, tuple[int, ...]] = {}
@@ -118,7 +117,7 @@ def _linear(name: str, inputs: int, outputs: int) -> dict[str, tuple[int, ...]]:
 
 # ---- one vector for compiled code ---------------------------------------------------------------
 
-#: Places in the header: sizes, the prior, and from OFFSETS on where each part begins.
+#: Positions in the header: sizes, the prior, and from OFFSETS on the offset of each part.
 FEATURES, GLOBALS, HIDDEN, ATTENTION, HEADS, SCORER, MEMORY, MOST, SHORTLIST = range(9)
 PRIOR_CODE, PRIOR_WEIGHT, PRIOR_COUNT, PRIOR_PARAMS = range(9, 13)
 MAX_PRIOR_PARAMS = 6
@@ -170,12 +169,12 @@ OFFSETS = PRIOR_PARAMS + MAX_PRIOR_PARAMS
 ) = range(OFFSETS + 19, OFFSETS + 37)
 HEADER = END + 1
 
-#: Replicas are computed several at a time, a tile of the attention at the most: rows to spare.
+#: Replicas are computed in tiles, so there are spare rows for a partial one.
 MAX_ROWS = MAX_REPLICAS + NARROW
 
 
 def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
-    """Return the vector [p] of a network; its memory is empty."""
+    """Return the packed vector [p] of a network with empty memory."""
     features = tensors["replica_norm.mean"].size
     globals_ = tensors["request_norm.mean"].size
     weights = _inference_weights(config, tensors, features)
@@ -215,7 +214,7 @@ def pack(config: NetworkConfig, tensors: Tensors) -> NDArray[np.float64]:
 def _inference_weights(
     config: NetworkConfig, tensors: Tensors, features: int
 ) -> list[NDArray[np.float64]]:
-    """Weights in the order of the header; normaliser and attention scale are multiplied in."""
+    """Return the weights in the order of the header, normaliser and attention scale folded in."""
 
     def transposed(name: str) -> NDArray[np.float64]:
         return tensors[name].astype(np.float64).T
@@ -263,7 +262,7 @@ def looked_at(
 ) -> NDArray[np.bool_]:
     """Return which of ``n`` replicas the network looks at, from [n, F] and [n].
 
-    The slow twin of what policy/learned/inference.py does.
+    The readable twin of the compiled code in policy/learned/inference.py.
     """
     if SKETCH not in tensors or len(available) <= config.shortlist:
         return available

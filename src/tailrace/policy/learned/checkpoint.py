@@ -1,7 +1,7 @@
 """A trained policy as one file ``NAME.tailrace``: safetensors with a JSON description, no pickle.
 
-The description says which features the network was trained on, in order; a file that was made for
-others is refused, and so is one whose content is not what was written (its SHA-256 is inside).
+The description lists the features the network was trained on, in order. A file for other features
+is refused, and so is a modified one (it contains its SHA-256).
 """
 
 import hashlib
@@ -49,10 +49,10 @@ def save(
     seeds: Sequence[int] = (),
     scores: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a policy; an old file stays as it is until the new one is complete.
+    """Write a policy file atomically.
 
-    ``training`` (settings), ``seeds`` and ``scores`` are kept for the reader; they must be JSON.
-    The same arguments give the same bytes on the same versions.
+    ``training`` (settings), ``seeds`` and ``scores`` are information for readers, as JSON. Equal
+    arguments give equal bytes on equal versions.
     """
     path = Path(path)
     check_target(path, (SUFFIX,))
@@ -74,7 +74,7 @@ def save(
 
 
 def description(about: Mapping[str, Any], tensors: Tensors) -> dict[str, str]:
-    """Return the metadata of a file. One entry: safetensors shuffles several at random."""
+    """Return the metadata of a file: one entry, as safetensors orders several at random."""
     return {_ABOUT: _text({**about, _DIGEST: _digest(about, tensors)})}
 
 

@@ -1,13 +1,15 @@
 """What a learned policy sees: every feature with its name, unit, scaling and source.
 
-:func:`observe` makes it of a :class:`~tailrace.view.records.View` alone, so the simulator, the
-Vidur plug-in and the live router show a policy the same numbers. There is a row per replica, made
-alike for all of them and without the replica's number, and one vector for the request and the
-cluster as a whole.
+:func:`observe` computes it from a :class:`~tailrace.view.records.View` alone, so the simulator, the
+Vidur plug-in and the live router show a policy the same numbers. There is one row per replica,
+without the replica's number, and one vector for the request and the cluster.
+
+To add a feature: append it to a table, and fill ``COLUMN.name`` or ``REQUEST_COLUMN.name`` in the
+function named above that table.
 
 Counts, tokens and seconds are shown as ``log1p(x / unit)``. Where comparing replicas matters, a
-second feature ``NAME_vs_mean`` gives the difference to the mean over the available replicas.
-Everything is finite and within ``+-LIMIT``. The number of features follows from the two tables.
+second feature ``NAME_vs_mean`` is the difference from the mean over the available replicas. Numbers
+are finite and within ``+-LIMIT``.
 """
 
 import math
@@ -27,7 +29,7 @@ from tailrace.view.cost_model import token_ms
 from tailrace.view.records import HISTORY_S
 
 LIMIT = 10.0
-#: Units of the logarithms: what lies well below one is close to zero.
+#: Units of the logarithms: quantities well below one unit are shown close to zero.
 TOKENS, SECONDS, TOKENS_PER_S = 64.0, 0.1, 100.0
 
 
@@ -39,11 +41,11 @@ class Feature:
     unit: str
     """Of the quantity before scaling."""
     scaling: str
-    """How the number is made of the quantity."""
+    """How the number is computed from the quantity."""
     source: str
     """ledger, metrics, prefix index, request, configuration or cost model."""
     help: str
-    """What it says."""
+    """What it means."""
 
 
 _LOG = "log1p(x)"
@@ -53,15 +55,27 @@ _LOG_SECONDS = f"log1p(x/{SECONDS:g})"
 
 #: Of each replica by itself; ``_show_replica`` fills them in.
 _OWN = (
-    Feature("queued", "requests", _LOG, "ledger", "sent, no token back yet"),
+    Feature("queued", "requests", _LOG, "ledger", "sent, without a first token"),
     Feature("in_flight", "requests", _LOG, "ledger", "sent, not finished"),
-    Feature("oldest_wait", "s", _LOG_SECONDS, "ledger", "how long the longest queued waits"),
-    Feature("mean_wait", "s", _LOG_SECONDS, "ledger", "how long the queued wait on average"),
+    Feature(
+        "oldest_wait", "s", _LOG_SECONDS, "ledger", "waiting time of the oldest queued request"
+    ),
+    Feature("mean_wait", "s", _LOG_SECONDS, "ledger", "mean waiting time of the queued"),
     Feature("queued_tokens", "tokens", _LOG_TOKENS, "ledger", "prompts of the queued"),
     Feature(
-        "queued_uncached", "tokens", _LOG_TOKENS, "ledger", "the same, less what is thought cached"
+        "queued_uncached",
+        "tokens",
+        _LOG_TOKENS,
+        "ledger",
+        "prompts of the queued, less what is believed cached",
     ),
-    Feature("context", "tokens", _LOG_TOKENS, "ledger", "prompts and answers under way"),
+    Feature(
+        "context",
+        "tokens",
+        _LOG_TOKENS,
+        "ledger",
+        "prompt and output tokens so far of the answering requests",
+    ),
     Feature(
         "tokens_to_come",
         "tokens",
@@ -81,7 +95,7 @@ _OWN = (
         "tokens",
         _LOG_TOKENS,
         "ledger",
-        "uncached prompt tokens sent of late, fading",
+        "uncached prompt tokens sent recently, fading",
     ),
     Feature(
         "trend",
@@ -90,7 +104,7 @@ _OWN = (
         "ledger",
         f"in flight, less its moving average over {HISTORY_S:g} s",
     ),
-    Feature("kv_used", "share", "x", "metrics", "KV memory held; of the ledger without metrics"),
+    Feature("kv_used", "share", "x", "metrics", "KV memory held; by the ledger without metrics"),
     Feature(
         "waiting",
         "requests",
@@ -99,30 +113,40 @@ _OWN = (
         "server's queue and what was sent since; queued without metrics",
     ),
     Feature("metrics_age", "s", _LOG_SECONDS, "metrics", "age of the snapshot; 0 without metrics"),
-    Feature("has_metrics", "0/1", "x", "metrics", "0: there is none, the ledger stands in for it"),
+    Feature("has_metrics", "0/1", "x", "metrics", "0: no snapshot, the ledger is used instead"),
     Feature(
-        "kv_free", "share", "clip(x, -1, 1)", "ledger", "KV memory left with the request on board"
+        "kv_free", "share", "clip(x, -1, 1)", "ledger", "KV memory left including this request"
     ),
     Feature(
         "slots_left", "share", "clip(x, -1, 1)", "ledger", "batch slots left before the request"
     ),
-    Feature("cached", "tokens", _LOG_TOKENS, "prefix index", "of the prompt, thought cached here"),
-    Feature("cached_share", "share", "x", "prefix index", "the same as a share of the prompt"),
+    Feature("cached", "tokens", _LOG_TOKENS, "prefix index", "prompt tokens believed cached here"),
     Feature(
-        "uncached", "tokens", _LOG_TOKENS, "prefix index", "of the prompt, to be computed here"
+        "cached_share", "share", "x", "prefix index", "share of the prompt believed cached here"
     ),
+    Feature("uncached", "tokens", _LOG_TOKENS, "prefix index", "prompt tokens to be computed here"),
     Feature(
-        "index_fill", "share", "clip(x, -1, 1)", "prefix index", "tokens it knows here / KV memory"
+        "index_fill",
+        "share",
+        "clip(x, -1, 1)",
+        "prefix index",
+        "tokens the index holds for it / KV memory",
     ),
     Feature("is_last", "0/1", "x", "ledger", "the session's previous request went here"),
     Feature("prefill_s", "s", _LOG_SECONDS, "cost model", "to compute the uncached part alone"),
     Feature("ttft", "s", _LOG_SECONDS, "cost model", "predicted time to first token here"),
-    Feature("ttft_to_slo", "ratio", "log(x)", "cost model", "the same, as multiple of the target"),
-    Feature("decode", "s", "log1p(x/0.01)", "cost model", "an iteration with all in flight on it"),
+    Feature("ttft_to_slo", "ratio", "log(x)", "cost model", "ttft as a multiple of the target"),
+    Feature(
+        "decode",
+        "s",
+        "log1p(x/0.01)",
+        "cost model",
+        "duration of an iteration that decodes all in flight",
+    ),
     Feature("speed", "tokens/s", "log(x/10000)", "cost model", "prefill throughput when idle"),
 )
 
-#: Shown against the mean over the available replicas too.
+#: Also shown as the difference from the mean over the available replicas.
 _COMPARED = (
     "queued",
     "in_flight",
@@ -168,12 +192,18 @@ REPLICA_FEATURES = (
 REQUEST_FEATURES = (
     Feature("prompt", "tokens", _LOG_TOKENS, "request", "prompt length"),
     Feature("predicted_output", "tokens", _LOG_TOKENS, "request", "predicted answer length"),
-    Feature("waited", "s", _LOG_SECONDS, "request", "since it arrived, if it could not be sent"),
+    Feature(
+        "waited",
+        "s",
+        _LOG_SECONDS,
+        "request",
+        "time since arrival, if it could not be sent at once",
+    ),
     Feature("turn", "requests", _LOG, "request", "turns of its session before it"),
-    Feature("in_session", "0/1", "x", "request", "whether it belongs to a session"),
+    Feature("in_session", "0/1", "x", "request", "1: it belongs to a session"),
     Feature("ttft_slo", "s", "log(x)", "request", "target for the time to first token"),
     Feature("tpot_slo", "s", "log(x/0.05)", "request", "target for the time per output token"),
-    Feature("replicas", "replicas", _LOG, "configuration", "available ones"),
+    Feature("replicas", "replicas", _LOG, "configuration", "available replicas"),
     Feature(
         "arrival_rate",
         "requests/s",
@@ -183,13 +213,21 @@ REQUEST_FEATURES = (
     ),
     Feature("mean_in_flight", "requests", _LOG, "ledger", "mean over the available replicas"),
     Feature("in_flight_spread", "requests", _LOG, "ledger", "most minus least in flight"),
-    Feature("in_flight_cv", "ratio", "x", "ledger", "coefficient of variation of those in flight"),
+    Feature("in_flight_cv", "ratio", "x", "ledger", "coefficient of variation of in flight"),
     Feature("mean_uncached", "tokens", _LOG_TOKENS, "ledger", "mean of the queued uncached tokens"),
-    Feature("uncached_cv", "ratio", "x", "ledger", "their coefficient of variation"),
+    Feature(
+        "uncached_cv",
+        "ratio",
+        "x",
+        "ledger",
+        "coefficient of variation of the queued uncached tokens",
+    ),
     Feature("mean_kv_used", "share", "x", "metrics", "mean KV memory held, as kv_used"),
     Feature("best_ttft", "s", _LOG_SECONDS, "cost model", "least predicted time to first token"),
     Feature("best_cached_share", "share", "x", "prefix index", "largest cached share"),
-    Feature("cached_replicas", "share", "x", "prefix index", "share with any of it cached"),
+    Feature(
+        "cached_replicas", "share", "x", "prefix index", "share of replicas with any of it cached"
+    ),
 )
 
 N_REPLICA_FEATURES = len(REPLICA_FEATURES)
@@ -207,13 +245,13 @@ COLUMN, REQUEST_COLUMN = _columns(REPLICA_FEATURES), _columns(REQUEST_FEATURES)
 _FIRST_COMPARED = len(_OWN)
 _N_COMPARED = len(_COMPARED)
 _SOURCE = np.array([getattr(COLUMN, name) for name in _COMPARED], np.int64)
-#: Columns that ``_rescale`` runs over: whole vectors. What lies behind ``_OWN`` is filled in later.
+#: Columns that ``_rescale`` covers, in whole vectors. Those after ``_OWN`` are filled in later.
 _WHOLE = -(-len(_OWN) // 16) * 16
 _ZERO, _SMALLEST, _LARGEST = np.float32(0.0), np.float32(1e-30), np.float32(1e30)
 
 
 def _scaling(feature: Feature) -> tuple[bool, bool, float, float]:
-    """Whether it is a logarithm, and signed, of (quantity * per unit + plus)."""
+    """Return whether the number is a logarithm, whether it is signed, and its (per unit, plus)."""
     if feature.scaling == _SIGNED_LOG:
         return True, True, 1.0, 1.0
     found = re.fullmatch(r"log(1p)?\(x(?:/([0-9.]+))?\)", feature.scaling)
@@ -234,7 +272,7 @@ _PLUS = np.array([scaling[3] for scaling in _SCALING], np.float32)
 def observe(view, replica_obs, request_obs):
     """Fill ``replica_obs`` float32 [n, F] and ``request_obs`` float32 [G] from a view.
 
-    The rows of unavailable replicas are filled too, but have no influence on anything else.
+    Rows of unavailable replicas are filled too, but influence nothing else.
     """
     last = quantities.usable_last(view)
     for i in range(view.replicas.size):
@@ -250,7 +288,7 @@ def observe(view, replica_obs, request_obs):
 
 @jit
 def _show_replica(view, i, is_last, row):
-    """Columns of ``_OWN``."""
+    """Fill the columns of ``_OWN``."""
     replica, request = view.replicas[i], view.request
     now = request["now"]
     queued, in_flight = replica["queued"], replica["in_flight"]
@@ -260,7 +298,7 @@ def _show_replica(view, i, is_last, row):
     uncached = quantities.uncached(view, i)
     held = quantities.in_flight_tokens(replica)
     ttft = predicted_ttft(view, i)
-    # Quantities as they are; ``_rescale`` makes the numbers of them.
+    # Unscaled quantities; ``_rescale`` follows.
     row[COLUMN.queued] = queued
     row[COLUMN.in_flight] = in_flight
     row[COLUMN.oldest_wait] = now - replica["oldest_sent"] if queued > 0 else 0.0
@@ -295,9 +333,9 @@ def _show_replica(view, i, is_last, row):
 
 @vectorised
 def _rescale(row):
-    """Make the numbers of ``_OWN`` of the quantities in ``row``, by the schema's scaling.
+    """Scale the quantities of ``_OWN`` in ``row``, as the table says.
 
-    It runs over a few columns more than that, so that whole vectors are computed.
+    It covers a few columns more, so that whole vectors are computed.
     """
     for k in range(_WHOLE):
         x = row[k]
@@ -310,7 +348,7 @@ def _rescale(row):
 
 @jit
 def _mean_in_flight(view, i):
-    """Moving average of the requests in flight on a replica; as now before there is one."""
+    """Moving average of the requests in flight on a replica; at first the current number."""
     replica, watched_s = view.replicas[i], view.router["watched_s"]
     if watched_s <= 0.0:
         return float(replica["in_flight"])
@@ -319,7 +357,7 @@ def _mean_in_flight(view, i):
 
 @jit
 def _decode_s(view, i):
-    """Seconds of an iteration in which all requests in flight and the one at hand decode."""
+    """Seconds of an iteration in which all requests in flight and the current one decode."""
     replica, cost = view.replicas[i], view.costs[i]
     decodes = min(replica["in_flight"] + 1, replica["batch_cap"])
     context = min(
@@ -332,7 +370,7 @@ def _decode_s(view, i):
 
 @jit
 def _compare(replicas, replica_obs):
-    """Columns that compare a replica with the available ones."""
+    """Fill the columns that compare a replica with the available ones."""
     for k in range(_N_COMPARED):
         mean = np.float32(_mean(replicas, replica_obs, _SOURCE[k]))
         for i in range(replicas.size):
@@ -369,7 +407,7 @@ def _best(replicas, replica_obs):
 
 @jit
 def _show_request(view, out):
-    """The first columns of REQUEST_FEATURES."""
+    """Fill the columns of the request."""
     request = view.request
     out[REQUEST_COLUMN.prompt] = _log(request["prompt_tokens"], TOKENS)
     out[REQUEST_COLUMN.predicted_output] = _log(request["predicted_output"], TOKENS)
@@ -382,7 +420,7 @@ def _show_request(view, out):
 
 @jit
 def _show_cluster(view, replica_obs, out):
-    """The others; needs the replicas' columns."""
+    """Fill the columns of the cluster; needs those of the replicas."""
     replicas = view.replicas
     mean, count = quantities.in_flight_mean(replicas)
     least, most = quantities.in_flight_range(replicas)
@@ -419,7 +457,7 @@ def _variation(mean, mean_square):
 
 @jit
 def _log(value, unit):
-    """Scale a quantity that is not negative; what rounding made negative counts as zero."""
+    """Scale a non-negative quantity; negative rounding errors count as zero."""
     return math.log1p(max(0.0, value / unit))
 
 
@@ -430,7 +468,7 @@ def _within(value, limit):
 
 @jit
 def _bound(row):
-    """Keep every number finite and within LIMIT; what is no number counts as zero."""
+    """Clip every number to LIMIT; NaN becomes zero."""
     for k in range(row.size):
         value = row[k]
         row[k] = 0.0 if np.isnan(value) else _within(value, LIMIT)

@@ -16,9 +16,9 @@ from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FE
 from tailrace.policy.rules import LEARNED, score
 from tailrace.view.records import View
 
-#: A prior's standardised score lies within this; infinite scores count as this much.
+#: Bound of a prior's standardised scores, which infinite scores are set to.
 PRIOR_LIMIT = 10.0
-#: Scores that differ by less than this share of their mean are equal but for rounding.
+#: Scores whose deviation is below this share of their mean differ by rounding only.
 PRIOR_EQUAL = 1e-12
 
 
@@ -58,10 +58,10 @@ def prior_scores(view, params, out):
 
 @jit
 def standardise(replicas, scores):
-    """Make mean 0 and deviation 1 of the finite scores [n] of the available replicas, in place.
+    """Standardise the finite scores [n] of available replicas to mean 0, deviation 1, in place.
 
-    Scores that are all equal become 0. An infinite one, or one that is no number (the worst),
-    becomes PRIOR_LIMIT with its sign; that of an unavailable replica becomes 0.
+    Equal scores become 0. An infinite score becomes PRIOR_LIMIT with its sign, NaN (the worst)
+    PRIOR_LIMIT, and that of an unavailable replica 0.
     """
     total, count = 0.0, 0
     for i in range(scores.size):
@@ -90,7 +90,7 @@ def standardise(replicas, scores):
 
 @jit
 def forward_many(params, replica_obs, request_obs, masks, priors, memory, logits):
-    """Fill ``logits`` [B, n] of many states; ``memory`` [B, M] is read and moved on.
+    """Fill ``logits`` [B, n] of many states; ``memory`` [B, M] is read and updated.
 
     ``replica_obs`` [B, n, F], ``request_obs`` [B, G], ``masks`` and ``priors`` [B, n].
     """
@@ -107,7 +107,7 @@ def forward_many(params, replica_obs, request_obs, masks, priors, memory, logits
 class LearnedPolicy(BuiltinPolicy):
     """A trained network as a policy; see policy/learned/checkpoint.py for its file.
 
-    ``params`` holds scratch space and the memory of the run under way: one policy object must not
+    ``params`` holds scratch space and the memory of the current run: one policy object must not
     serve two runs at once. :meth:`copy` gives another.
     """
 

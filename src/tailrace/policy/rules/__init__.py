@@ -57,7 +57,7 @@ class Rule:
     """Its number in compiled code: its place in the table."""
 
     def vector(self, changes: Mapping[str, float] | None = None) -> NDArray[np.float64]:
-        """Return the parameters as a vector [p], with some of them changed."""
+        """Return the parameters as a vector [p], with ``changes`` applied."""
         values = {**self.params, **(changes or {})}
         return np.array([values[name] for name in self.params], np.float64)
 
@@ -237,8 +237,8 @@ RULES = tuple(replace(rule, code=code) for code, rule in enumerate(_TABLE))
 _Codes: Any = namedtuple("_Codes", [rule.name for rule in RULES])
 CODE = _Codes(*(rule.code for rule in RULES))
 
-#: A trained network. No rule of its own: its parameters are read from a file
-#: (policy/learned/policy.py), and it may look at everything.
+#: A trained network (policy/learned/policy.py): not in the table, since its parameters come from a
+#: file.
 LEARNED = Rule(
     "learned",
     "own",
@@ -252,7 +252,7 @@ LEARNED = Rule(
 
 @jit
 def score(code, view, params, scores):
-    """Fill ``scores`` [n] by the rule of this code; ``params`` [p] in the order of its entry."""
+    """Fill ``scores`` [n] by the rule of a code; ``params`` [p] in the order of its entry."""
     if code == CODE.random:
         random(view, params, scores)
     elif code == CODE.round_robin:

@@ -1,4 +1,4 @@
-"""Rules that count requests or tokens and look at nothing else."""
+"""Rules that only count requests or tokens."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from tailrace.view.selection import random_below
 
 @jit
 def random(_view, _params, scores):
-    """All are equal, so the tie is broken uniformly."""
+    """Score all replicas alike, so that the tie is broken uniformly."""
     scores[:] = 0.0
 
 
@@ -43,7 +43,7 @@ def least_outstanding(view, _params, scores):
 
 @jit
 def power_of_two(view, _params, scores):
-    """Two distinct random replicas keep their number in flight; the others are out."""
+    """Score two distinct random replicas by requests in flight, all others inf."""
     available = 0
     for i in range(scores.size):
         available += view.replicas[i]["available"] != 0

@@ -1,4 +1,4 @@
-"""Time to first token predicted from the cost model, and rules built on nothing else."""
+"""Time to first token predicted by the cost model, and the rule built on it."""
 
 from tailrace.compiled import jit
 from tailrace.policy.rules.quantities import in_flight_tokens, pending_uncached
@@ -10,8 +10,9 @@ def predicted_ttft(view, i):
     """Predicted seconds from now to the request's first token on replica ``i``.
 
     First come, first served: the queued prompts and then its own are prefilled in chunks of the
-    token budget less one token per answering request. When batch slots or KV memory run out, so
-    large a share of the answering requests must end first, each after ``predicted_output`` tokens.
+    token budget less one token per answering request. When batch slots or KV memory run out, a
+    corresponding share of the answering requests must end first, each after ``predicted_output``
+    tokens.
     """
     replica, cost, request = view.replicas[i], view.costs[i], view.request
     decodes = min(replica["in_flight"] - replica["queued"], replica["batch_cap"])

@@ -1,4 +1,4 @@
-"""Rules that follow the prefix cache until a threshold says otherwise."""
+"""Rules that follow the prefix cache within thresholds of load."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Quantities several rules share, over the available replicas where they compare them.
+"""Quantities shared by rules and observation; comparisons cover the available replicas.
 
 Without a metrics snapshot (``metrics_at`` is NEVER) every load falls back to the router's own
 ledger: a silent zero would make an unknown replica look idle.
@@ -14,7 +14,7 @@ from tailrace.view.records import NEVER, RECENT_WORK_S
 
 @jit
 def has_metrics(replica):
-    """Whether there is a metrics snapshot of this replica at all."""
+    """Whether there is a metrics snapshot of this replica."""
     return replica["metrics_at"] > NEVER
 
 
@@ -26,7 +26,7 @@ def waiting(replica):
 
 @jit
 def waiting_now(replica):
-    """The same, plus the requests sent since the snapshot."""
+    """Like ``waiting``, plus the requests sent since the snapshot."""
     if has_metrics(replica):
         return replica["waiting"] + replica["sent_requests"]
     return replica["queued"]

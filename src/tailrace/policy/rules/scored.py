@@ -13,7 +13,7 @@ from tailrace.policy.rules.quantities import (
     waiting,
 )
 
-#: Small enough never to outweigh a token of difference (1/4096 block) at 100 million tokens.
+#: Small enough never to outweigh one token (1/4096 block) at 100 million tokens.
 TIE_BREAK = 1e-12
 
 

@@ -1,4 +1,4 @@
-"""The readable reference engine: slow, obvious, and with every scheduler."""
+"""The readable reference engine: slow, obvious, and complete in its schedulers."""
 
 from tailrace.sim.reference.dispatch import Dispatcher, RecordedDispatcher
 from tailrace.sim.reference.engine import ReferenceEngine

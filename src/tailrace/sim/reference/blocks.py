@@ -1,4 +1,4 @@
-"""KV memory of one server: plain counting, or block by block with a prefix cache."""
+"""KV memory of one server: blocks counted, or tracked one by one with a prefix cache."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from tailrace.sim.reference.content import BlockId
 
 
 class BlockCounter:
-    """How many blocks each request holds; which ones does not matter."""
+    """Counts the blocks each request holds."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -16,7 +16,7 @@ class BlockCounter:
 
     @property
     def free(self) -> int:
-        """Blocks nobody holds."""
+        """Blocks no request holds."""
         return self.total - self.used
 
     def take(self, request_id: int, count: int) -> None:
@@ -34,14 +34,14 @@ class BlockCounter:
 class BlockPool:
     """Blocks of a vllm_v1 server, each with its content and the number of requests that use it.
 
-    A block nobody uses keeps its content until it is taken again, least recently freed first.
+    An unused block keeps its content until it is taken again, least recently freed first.
     """
 
     def __init__(self, total: int, block_size: int, extra_blocks: int, caching: bool) -> None:
         self.total = total
         self.block_size = block_size
         self.extra_blocks = extra_blocks
-        """Blocks taken beyond the need whenever a new one is needed, as far as there are any."""
+        """Extra blocks taken with each new one, as far as any are free."""
         self.caching = caching
         self.held: dict[int, list[int]] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
@@ -58,7 +58,7 @@ class BlockPool:
 
     @property
     def used(self) -> int:
-        """Blocks some request uses; one that several share counts once."""
+        """Blocks in use; one that several requests share counts once."""
         return self.total - len(self._free)
 
     def cached_chain(self, names: Sequence[BlockId], limit: int) -> list[int]:
@@ -88,7 +88,7 @@ class BlockPool:
         """
         held = self.held.get(request_id, [])
         new_blocks = -(-(processed + tokens) // self.block_size) - len(held) - len(hits)
-        # A hit that nobody uses sits in the free list, but cannot serve as a free block as well.
+        # An unused hit is in the free list, but cannot serve as a free block as well.
         idle_hits = sum(1 for block in hits if self._users[block] == 0)
         if new_blocks > len(self._free) - idle_hits:
             return False

@@ -18,7 +18,7 @@ class Sarathi(CountingScheduler):
         self._batch_limit = config.batch_cap // config.num_stages
 
     def next_batch(self) -> Batch | None:
-        """All decodes, the rest of begun prompts, new prompts."""
+        """Form a batch of all decodes, the rest of partly prefilled prompts, and new prompts."""
         requests, begun = self._decode()
         tokens = [1] * len(requests)
         budget = self.config.chunk_size - len(requests)
@@ -40,7 +40,7 @@ class Sarathi(CountingScheduler):
         return Batch(requests, tokens) if requests else None
 
     def _decode(self) -> tuple[list[Request], list[Request]]:
-        """Take requests off ``ready``: those that decode now, and those with a begun prompt."""
+        """Take requests off ``ready``: those that decode now, and the partly prefilled ones."""
         decodes: list[Request] = []
         begun: list[Request] = []
         while self.ready and len(decodes) < self._batch_limit:
@@ -52,7 +52,7 @@ class Sarathi(CountingScheduler):
         return decodes, begun
 
     def _may_admit(self, request: Request, batch_size: int) -> bool:
-        # Begun prompts may carry a batch beyond its limit (only with several pipeline stages);
+        # Partly prefilled prompts may exceed a batch's limit (only with several pipeline stages);
         # Vidur tests for equality and then admits without limit.
         full = batch_size == self._batch_limit if self.compat else batch_size >= self._batch_limit
         return (
@@ -84,11 +84,11 @@ class VllmV1(Scheduler):
         return self._admitted
 
     def add(self, request: Request) -> None:
-        """The queue is ordered by (time, id)."""
+        """Insert a new request; the queue is ordered by (time, id)."""
         self.requeue(request)
 
     def requeue(self, request: Request) -> None:
-        """A victim goes back to its place in the queue."""
+        """Put a preempted request back to its place in the queue."""
         bisect.insort(self.waiting, request, key=lambda r: (r.queued_s, r.id))
 
     def cached_tokens(self, request: Request) -> int:
@@ -100,7 +100,7 @@ class VllmV1(Scheduler):
         return self._hits.get(request.id, 0)
 
     def next_batch(self) -> Batch | None:
-        """Running requests, and new ones if nobody had to be preempted for them."""
+        """Form a batch of running requests, and of new ones if no request was preempted."""
         requests: list[Request] = []
         tokens: list[int] = []
         preemptions_before = self.preemptions
@@ -119,7 +119,7 @@ class VllmV1(Scheduler):
         return Batch(requests, tokens) if requests else None
 
     def batch_ended(self, batch: Batch) -> None:
-        """Finished requests leave."""
+        """Release the requests that have finished."""
         for request in batch.requests:
             if request.finished:
                 self.memory.release(request.id)
@@ -127,7 +127,7 @@ class VllmV1(Scheduler):
         self._admitted = [request for request in self._admitted if not request.finished]
 
     def _make_room(self, request: Request, tokens: int) -> bool:
-        """Get blocks for a running request, preempting from the back; False: it went itself."""
+        """Get blocks for a running request, preempting from the back; False: it went too."""
         names = self._names(request)
         while not self.memory.grow(request.id, names, request.processed, tokens):
             victim = self._admitted.pop()

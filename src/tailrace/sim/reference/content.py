@@ -12,7 +12,7 @@ BlockId = tuple[int, int]
 
 
 class BlockNames:
-    """Block names of the requests of a table, made when first asked for."""
+    """Names of the KV blocks of a table's requests, computed on first use."""
 
     def __init__(self, table: RequestTable) -> None:
         self._table = table

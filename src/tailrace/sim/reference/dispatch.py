@@ -1,4 +1,4 @@
-"""Who decides where requests go. The engine asks for replicas and reports what happens."""
+"""Dispatchers decide where requests go; the engine asks them and reports what happens."""
 
 from collections.abc import Iterable, Sequence
 
@@ -11,7 +11,7 @@ from tailrace.sim.reference.server import Server
 
 
 class Dispatcher:
-    """Base of all: sends requests to replicas and may listen to what becomes of them.
+    """Base class: chooses replicas for requests, and may listen to what happens to them.
 
     At one instant the engine calls, in this order: ``before``, the hooks of all iterations that end
     then, ``ended``, ``lost`` for replicas that die, and ``route`` for the requests of that instant.
@@ -20,42 +20,42 @@ class Dispatcher:
     servers: Sequence[Server] = ()
 
     def start(self, servers: Sequence[Server]) -> None:
-        """A run begins; the servers may be looked at (queues, caches) during it."""
+        """Start a run over these servers, whose queues and caches may be read during it."""
         self.servers = servers
 
     def route(self, now: float, requests: Sequence[Request]) -> Iterable[int]:
-        """Return a replica for each of the requests that have come at one instant, in order of id.
+        """Return a replica for each of the requests that arrive at one instant, in order of id.
 
-        Of a generator the engine takes one replica at a time, and each request joins its server
-        before the next replica is asked for.
+        From a generator the engine takes one replica at a time: each request joins its server
+        before the next is decided.
         """
         raise NotImplementedError
 
     def before(self, now: float) -> None:
-        """Nothing more happens before ``now`` (s)."""
+        """Called before anything happens at ``now`` (s)."""
 
     def first_token(self, server: Server, request: Request, now: float) -> None:
-        """The first output token of a request has come."""
+        """Called at the first output token of a request."""
 
     def finished(self, server: Server, request: Request, now: float) -> None:
-        """A request is complete; ``first_token`` was called before."""
+        """Called when a request is complete, after ``first_token``."""
 
     def batch_ended(self, server: Server, batch: Batch, now: float) -> None:
-        """An iteration is over, and the hooks of its requests have been called."""
+        """Called at the end of an iteration, after the hooks of its requests."""
 
     def ended(self, now: float) -> None:
-        """All iterations that end at ``now`` (s) have been reported."""
+        """Called after all iterations that end at ``now`` (s)."""
 
     def lost(self, server: Server, requests: Sequence[Request], now: float) -> None:
-        """A replica has died with these requests on it."""
+        """Called when a replica has died with these requests on it."""
 
     def expected_cached(self, request_id: int) -> int:  # noqa: ARG002 (most expect nothing)
-        """Prompt tokens believed to be cached where a request was sent."""
+        """Return the prompt tokens believed cached where a request was sent."""
         return 0
 
 
 class RecordedDispatcher(Dispatcher):
-    """Sends every request where it went in a recorded run."""
+    """Sends every request to the replica it went to in a recorded run."""
 
     def __init__(self, replicas: NDArray[np.integer] | Sequence[int]) -> None:
         self._replicas = [int(replica) for replica in replicas]

@@ -1,9 +1,8 @@
-"""The readable reference engine: one cluster through time, event by event.
+"""The readable reference engine: one cluster, event by event.
 
-Slow but obvious. It is the oracle of the compiled engine's tests and runs what that one does not
-cover. At every instant things happen in this order: iterations end; the metrics snapshot is taken;
-cluster events; requests lost by a death or held back are routed; arrivals are routed; batches are
-formed.
+Slow but obvious. It is the oracle of the compiled engine's tests, and runs what that one does not
+support. The order of things at one instant: iterations end; the metrics snapshot is taken; cluster
+events; requests lost by a death or held back are routed; arrivals are routed; batches are formed.
 """
 
 import heapq
@@ -34,7 +33,7 @@ from tailrace.workload.table import RequestTable
 
 
 class ReferenceEngine:
-    """Simulates a request table on a cluster, with one policy after another if you like."""
+    """Simulates a request table on a cluster, with any number of policies in turn."""
 
     def __init__(
         self,
@@ -114,11 +113,11 @@ class ReferenceRun:
         self._held_back: list[int] = []
 
     def run(self) -> SimResult:
-        """Play everything that happens."""
+        """Run to the end."""
         self.dispatcher.start(self.servers)
         while (now := self._next_instant()) < NEVER_S:
             self._step(now)
-        self._check_nobody_is_stuck()
+        self._check_none_is_stuck()
         return SimResult(
             table=self.table,
             requests=self.results,
@@ -217,7 +216,7 @@ class ReferenceRun:
         self.dispatcher.batch_ended(server, batch, now)
 
     def _settle(self, request: Request, status: int, now: float) -> None:
-        """A request is over, well or badly: its follow-up comes after the think time."""
+        """Settle a request, finished or failed; its follow-up arrives after the think time."""
         result = self.results[request.id]
         result["status"] = status
         result["finished_s"] = now
@@ -257,7 +256,7 @@ class ReferenceRun:
             result["cached_tokens"] = result["expected_cached"] = 0
             self._held_back.append(request.id)
 
-    def _check_nobody_is_stuck(self) -> None:
+    def _check_none_is_stuck(self) -> None:
         for server in self.servers:
             for request in server.requests():
                 if not self.compat:

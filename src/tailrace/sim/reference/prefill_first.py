@@ -22,7 +22,7 @@ class Vllm(CountingScheduler):
         self._batch_limit = config.batch_cap // config.num_stages
 
     def next_batch(self) -> Batch | None:
-        """Prompts if the head of the queue can be admitted, else decodes."""
+        """Form a batch of prompts if the head of the queue can be admitted, else of decodes."""
         return whole_prompts(self._admit_prompts() or self._decode())
 
     def _admit_prompts(self) -> list[Request]:
@@ -54,7 +54,7 @@ class Orca(CountingScheduler):
     """Everything that runs plus new prompts in one batch; memory for the longest request each."""
 
     def next_batch(self) -> Batch | None:
-        """All running requests, then new ones while there is room."""
+        """Form a batch of all running requests, then new ones while memory lasts."""
         cap = self.config.batch_cap
         batch, self.ready = self.ready[:cap], self.ready[cap:]
         return whole_prompts(batch + self.admit_while_room(cap - len(batch)))
@@ -69,14 +69,14 @@ class Orca(CountingScheduler):
 
 
 class FasterTransformer(Orca):
-    """A batch runs until all its members are done; nobody joins it."""
+    """A batch runs until all its members are done; no request joins it."""
 
     def __init__(self, config: Replica, compat: bool) -> None:
         super().__init__(config, compat)
         self._members: dict[int, list[Request]] = {}
 
     def next_batch(self) -> Batch | None:
-        """Go on with a batch that is not done, or start a new one."""
+        """Continue a batch that is not done, or form a new one."""
         if not self.ready:
             members = self.admit_while_room(self.config.batch_cap)
             for request in members:
@@ -87,9 +87,9 @@ class FasterTransformer(Orca):
         return whole_prompts([request for request in members if not request.finished])
 
     def batch_ended(self, batch: Batch) -> None:
-        """The memory of a batch is free again when its last member is done.
+        """Release the memory of a batch when its last member is done.
 
-        Vidur gives back only the blocks of those that took part in the last iteration.
+        Vidur releases only the blocks of those that took part in the last iteration.
         """
         unfinished = [request for request in batch.requests if not request.finished]
         self.ready.extend(unfinished)
@@ -110,7 +110,7 @@ class LightLlm(CountingScheduler):
         self._decodes_since_prefill = 0
 
     def next_batch(self) -> Batch | None:
-        """A batch of prompts or one of decodes."""
+        """Form a batch of prompts or of decodes."""
         if not self.ready:
             admitted = self._admit_prompts()
             if admitted:

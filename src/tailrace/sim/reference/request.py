@@ -1,4 +1,4 @@
-"""A request on its way through one server, and the batch of an iteration."""
+"""A request on a server, and the batch of an iteration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,14 +18,14 @@ class Request:
     output: int
     """Output tokens that come after ``prompt``; shrinks when the request is preempted."""
     arrived_s: float
-    """When it came to the router."""
+    """When it arrived at the router."""
     queued_s: float
     """When it reached its server; servers order requests by (queued_s, id)."""
     processed: int = 0
     """Tokens whose work is done, or was found in the cache, since the last (re)start."""
     prefilled: bool = False
     generated: int = 0
-    """Output tokens given so far; a preemption does not take them back."""
+    """Output tokens so far; a preemption does not take them back."""
     restarts: int = 0
 
     @property
@@ -35,7 +35,7 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether the last output token has been given."""
+        """Whether the last output token is out."""
         return self.processed == self.total
 
     def next_tokens(self, budget: int) -> int:
@@ -44,7 +44,7 @@ class Request:
         return max(0, min(wanted, budget))
 
     def advance(self, tokens: int) -> bool:
-        """Account for a finished iteration; True if it gave an output token."""
+        """Account for a finished iteration; return whether it gave an output token."""
         self.processed += tokens
         if not self.prefilled and self.processed == self.prompt:
             self.prefilled = True
@@ -56,8 +56,8 @@ class Request:
     def restart(self, shrink_partial: bool) -> None:
         """Lose all KV entries: what was processed has to be prefilled again.
 
-        With ``shrink_partial`` a half-read prompt is cut to what was read and its rest counts as
-        output: Vidur's defect.
+        With ``shrink_partial`` a partly prefilled prompt is cut to the part prefilled, and the rest
+        counts as output: Vidur's defect.
         """
         if self.prefilled or shrink_partial:
             self.prompt, self.output = self.processed, self.total - self.processed
@@ -68,7 +68,7 @@ class Request:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What one iteration works on: requests and the tokens each of them contributes."""
+    """Work of one iteration: requests and the tokens each of them contributes."""
 
     requests: Sequence[Request]
     tokens: Sequence[int]

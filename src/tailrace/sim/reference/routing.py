@@ -18,7 +18,7 @@ from tailrace.workload.table import RequestTable
 
 
 class PolicyDispatcher(Dispatcher, Bookkeeper):
-    """Routes with a policy, which sees nothing but what a live router can know."""
+    """Routes with a policy, which sees only what a live router can know."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
     # ---- decisions ------------------------------------------------------------------------------
 
     def route(self, now: float, requests: Sequence[Request]) -> Iterator[int]:
-        """Decide one request after the other; each decision sees the one before."""
+        """Decide one request after another; each decision sees the effect of the one before."""
         for request in requests:
             facts = self.facts[request.id]
             replica = decide(self.policy, self.show(facts, request.arrived_s, now))
@@ -87,25 +87,25 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
     # ---- what comes back ------------------------------------------------------------------------
 
     def first_token(self, server: Server, request: Request, now: float) -> None:
-        """The request counts as answering."""
+        """Record that the request is answering."""
         self.record_first_token(server.number, request)
         self._call_hook("first_token", server.number, request, now)
 
     def finished(self, server: Server, request: Request, now: float) -> None:
-        """The replica has the prompt and the whole answer in its cache."""
+        """Record the end of a request, whose prompt and output are now in the replica's cache."""
         sent = self.record_finished(server.number, request)
         self._index_content(server.number, request.id, sent.facts.output_tokens, now)
         self._call_hook("finished", server.number, request, now)
 
     def lost(self, server: Server, requests: Sequence[Request], now: float) -> None:
-        """Nothing is left of what the router knew about the replica."""
+        """Forget what the router knew about a replica that died."""
         self.record_death(server.number)
         prefix_index.forget(self._index, server.number)
         for request in requests:
             self._call_hook("failed", server.number, request, now)
 
     def before(self, now: float) -> None:
-        """Take the last snapshot that was due before ``now``: nothing has changed since."""
+        """Take the last snapshot due before ``now``: nothing has changed since it was due."""
         self.snapshots_by(now, before=True)
 
     def ended(self, now: float) -> None:
@@ -130,6 +130,6 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
     def _index_content(self, replica: int, request_id: int, output: int, now: float) -> None:
         keys, tokens = self.runs(request_id)
         if self._caching[replica]:
-            tokens[-1] += output  # the answer continues the stream of the last run
+            tokens[-1] += output  # the output continues the stream of the last run
             capacity = self.views["capacity_tokens"][replica]
             prefix_index.insert(self._index, replica, keys, tokens, capacity, now)

@@ -1,4 +1,4 @@
-"""What all schedulers have in common: a waiting queue, KV memory, and preemption."""
+"""Base of all schedulers: a waiting queue, KV memory, and preemption."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -22,16 +22,16 @@ class Scheduler(ABC):
 
     @abstractmethod
     def next_batch(self) -> Batch | None:
-        """Form the next batch; None: there is nothing it can run now."""
+        """Form the next batch; None: there is nothing to run now."""
 
     @abstractmethod
     def batch_ended(self, batch: Batch) -> None:
-        """The requests of a batch have been advanced by one iteration."""
+        """Called when the requests of a batch have advanced by one iteration."""
 
     @property
     @abstractmethod
     def running(self) -> Sequence[Request]:
-        """Requests between two iterations, not those of a batch under way."""
+        """Requests between two iterations, without those of a running batch."""
 
     @property
     def resident_count(self) -> int:
@@ -39,7 +39,7 @@ class Scheduler(ABC):
         return len(self.memory.held)
 
     def add(self, request: Request) -> None:
-        """A new request joins the end of the queue."""
+        """Add a new request at the end of the queue."""
         self.waiting.append(request)
 
     def cached_tokens(self, request: Request) -> int:  # noqa: ARG002 (vllm_v1 has a cache)
@@ -59,7 +59,7 @@ class Scheduler(ABC):
         self.requeue(request)
 
     def requeue(self, request: Request) -> None:
-        """Victims go to the head of the queue."""
+        """Put a preempted request at the head of the queue."""
         self.waiting.insert(0, request)
 
 
@@ -81,7 +81,7 @@ class CountingScheduler(Scheduler):
         return self.ready
 
     def batch_ended(self, batch: Batch) -> None:
-        """Finished requests give their blocks back, the others line up for the next batch."""
+        """Release the blocks of finished requests; the others are ready for the next batch."""
         for request in batch.requests:
             if request.finished:
                 self.memory.release(request.id)
@@ -89,7 +89,7 @@ class CountingScheduler(Scheduler):
                 self.ready.append(request)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return the blocks needed for a number of tokens."""
         return -(-tokens // self.config.block_size)
 
     def can_admit_prompt(self, request: Request) -> bool:
@@ -97,7 +97,7 @@ class CountingScheduler(Scheduler):
         return self.memory.free - self.blocks_for(request.prompt) >= self.watermark_blocks
 
     def admit(self, blocks: int) -> Request:
-        """Take the head of the queue in, with so many blocks."""
+        """Admit the head of the queue with a number of blocks."""
         request = self.waiting.pop(0)
         self.memory.take(request.id, blocks)
         return request

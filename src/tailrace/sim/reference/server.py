@@ -36,7 +36,7 @@ def make_scheduler(config: Replica, compat: bool, content: BlockNames) -> Schedu
 
 
 class PipelineStage:
-    """A pipeline stage: works on one batch at a time, first come first served."""
+    """A pipeline stage: runs one batch at a time, first come first served."""
 
     def __init__(self) -> None:
         self.queue: deque[Batch] = deque()
@@ -52,7 +52,7 @@ class PipelineStage:
 
 
 class Server:
-    """A replica. With one stage it is a server of iterations: work that comes waits for the end."""
+    """A replica: its scheduler, its pipeline stages and its totals."""
 
     def __init__(self, number: int, config: Replica, compat: bool, content: BlockNames) -> None:
         self.number = number
@@ -76,11 +76,11 @@ class Server:
 
     @property
     def in_flight(self) -> list[Batch]:
-        """Batches under way, oldest first."""
+        """Running batches, oldest first."""
         return self._in_flight
 
     def requests(self) -> Iterator[Request]:
-        """All requests that have not left."""
+        """All requests on this server."""
         yield from self.scheduler.waiting
         yield from self.scheduler.running
         running = set(self.scheduler.running)
@@ -88,13 +88,13 @@ class Server:
             yield from (r for r in batch.requests if r not in running and not r.finished)
 
     def add(self, request: Request) -> None:
-        """A request arrives."""
+        """Add a request."""
         self.totals["requests"] += 1
         self.scheduler.add(request)
         self._has_news = True
 
     def form_batches(self, now: float) -> list[Batch]:
-        """Start batches while fewer are under way than there are stages; return the new ones."""
+        """Form batches while fewer are running than there are stages; return the new ones."""
         formed: list[Batch] = []
         while self._has_news and len(self._in_flight) < len(self._stages):
             before = self.scheduler.preemptions
@@ -112,7 +112,7 @@ class Server:
         return formed
 
     def end_stages(self, now: float) -> list[Batch]:
-        """Move on what is done at ``now``; return the batches that have passed the last stage."""
+        """End what is done at ``now`` (s); return the batches that have passed the last stage."""
         ended: list[Batch] = []
         for number, stage in enumerate(self._stages):
             if stage.ends_s > now or stage.batch is None:
@@ -131,7 +131,7 @@ class Server:
         return ended
 
     def die(self, now: float) -> list[Request]:
-        """Lose everything; return the requests that were here, by id."""
+        """Drop everything; return the requests that were here, by id."""
         lost = sorted(self.requests(), key=lambda request: request.id)
         for stage in self._stages:
             if stage.batch is not None:

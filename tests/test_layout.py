@@ -28,8 +28,6 @@ COMPILING = frozenset({"jit", "inlined", "vectorised", "vectorised_finite"})
 #: Compiled functions that still have more.
 LONG_KERNELS = frozenset(
     {
-        "learn/kernels.py: branch",
-        "learn/kernels.py: label",
         "router/state/kernels.py: decide",
         "router/state/kernels.py: ended",
         "router/state/kernels.py: judge",
@@ -47,7 +45,6 @@ SHARED_NAMES = frozenset(
         "Batch",
         "Book",
         "Cell",
-        "Content",
         "Demonstrations",
         "Distribution",
         "Ends",
@@ -57,9 +54,7 @@ SHARED_NAMES = frozenset(
         "Played",
         "Probe",
         "Reason",
-        "Recorded",
         "Recorder",
-        "Room",
         "ServeSettings",
         "Stage",
         "Standing",

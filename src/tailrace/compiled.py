@@ -7,6 +7,8 @@ from here.
 
 import hashlib
 import os
+from collections import namedtuple
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,12 @@ vectorised: Any = _numba.njit(
 vectorised_finite: Any = _numba.njit(
     cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc", "nnan", "nsz"}
 )
+
+
+def positions(names: Iterable[str]) -> Any:
+    """Return a named tuple with the position of every name, constants to compiled code.
+
+    For tables whose entries are numbers in compiled code: ``CODE = positions(...)``, ``CODE.name``.
+    """
+    names = list(names)
+    return namedtuple("Positions", names)(*range(len(names)))

@@ -14,14 +14,11 @@ are finite and within ``+-LIMIT``.
 
 import math
 import re
-from collections import namedtuple
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from tailrace.compiled import jit, vectorised
+from tailrace.compiled import jit, positions, vectorised
 from tailrace.policy.learned.logarithm import log
 from tailrace.policy.rules import quantities
 from tailrace.policy.rules.predicted import predicted_ttft
@@ -233,15 +230,9 @@ REQUEST_FEATURES = (
 N_REPLICA_FEATURES = len(REPLICA_FEATURES)
 N_REQUEST_FEATURES = len(REQUEST_FEATURES)
 
-
-def _columns(features: Sequence[Feature]) -> Any:
-    """Return the place of every feature by name, as a tuple that compiled code can read."""
-    names = [feature.name for feature in features]
-    return namedtuple("Columns", names)(*range(len(names)))
-
-
 #: Columns of REPLICA_FEATURES and REQUEST_FEATURES by name: ``row[COLUMN.queued]``.
-COLUMN, REQUEST_COLUMN = _columns(REPLICA_FEATURES), _columns(REQUEST_FEATURES)
+COLUMN = positions(feature.name for feature in REPLICA_FEATURES)
+REQUEST_COLUMN = positions(feature.name for feature in REQUEST_FEATURES)
 _FIRST_COMPARED = len(_OWN)
 _N_COMPARED = len(_COMPARED)
 _SOURCE = np.array([getattr(COLUMN, name) for name in _COMPARED], np.int64)

@@ -6,15 +6,13 @@ and a branch ``code == CODE.name`` to ``score``. Numbers follow from the table, 
 tests/policy/test_dispatcher.py checks that table and branches agree.
 """
 
-from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import jit, positions
 from tailrace.policy.rules.counting import (
     least_outstanding,
     least_pending_prefill,
@@ -234,8 +232,7 @@ _TABLE = (
 
 RULES = tuple(replace(rule, code=code) for code, rule in enumerate(_TABLE))
 #: Their codes by name, for compiled code: ``CODE.random``.
-_Codes: Any = namedtuple("_Codes", [rule.name for rule in RULES])
-CODE = _Codes(*(rule.code for rule in RULES))
+CODE = positions(rule.name for rule in RULES)
 
 #: A trained network (policy/learned/policy.py): not in the table, since its parameters come from a
 #: file.

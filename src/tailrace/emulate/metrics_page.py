@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from tailrace.emulate.replica import EmulatedReplica
+from tailrace.view.replicas import is_caching
 
 
 def page(replica: EmulatedReplica, model: str, *, old_names: bool = False) -> bytes:
@@ -59,7 +60,7 @@ def page(replica: EmulatedReplica, model: str, *, old_names: bool = False) -> by
     ):  # fmt: skip
         lines.extend((f"# HELP vllm:{name} {about}", f"# TYPE vllm:{name} histogram"))
         lines.extend(histogram.lines(f"vllm:{name}", label))
-    caching = config.scheduler == "vllm_v1" and config.prefix_caching
+    caching = is_caching(config)
     cache = (
         f',block_size="{config.block_size}",enable_prefix_caching="{caching}",'
         f'num_gpu_blocks="{config.num_blocks}"'

@@ -175,7 +175,7 @@ def test_the_reason_is_what_the_policy_reads(state) -> None:
     found = answer(only("cached_share"), read(state()), "x")
     first, second = (option.reasons[0] for option in found.options[:2])
     assert first.name == second.name == "cached_share"
-    assert first.text == "cached share: 0%, elsewhere 25%"
+    assert first.text == "share of the prompt believed cached here: 0%, elsewhere 25%"
     assert abs(first.effect) > 1e-3
     for option in found.options[:2]:
         assert all(abs(r.effect) < 1e-6 for r in option.reasons[1:])

@@ -24,7 +24,8 @@ from tailrace.policy.base import BuiltinPolicy
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import read_request
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import Attempt, ClusterState
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import ClusterState
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim import engine as kernel
 
@@ -71,7 +72,7 @@ def live(policy: str, replicas: int, decisions: int) -> dict[str, Any]:
     def one(body: bytes) -> None:
         arrival = cluster.arrive(read_request("/v1/chat/completions", {}, body))
         decision = decide.call(lambda: chooser.choose(arrival))
-        attempts.append(cluster.open(arrival, decision.replica, decision))
+        attempts.append(Attempt(cluster, arrival, decision.replica, decision))
         if len(attempts) > IN_FLIGHT * replicas:
             attempt = attempts.pop(0)
             attempt.tokens(1)

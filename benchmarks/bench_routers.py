@@ -31,7 +31,8 @@ from tailrace.emulate.replica import EmulatedReplica
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import Attempt, ClusterState
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
 from tailrace.view.devices import resolved
 from tailrace.workload.library import from_settings
@@ -153,7 +154,7 @@ class World:
         arrival = cluster.arrive(asked, keep=True)
         decision = chooser.choose(arrival)
         assert decision is not None
-        attempt = cluster.open(arrival, decision.replica, decision)
+        attempt = Attempt(cluster, arrival, decision.replica, decision)
         tokens = int(about["output_tokens"])
         answer = tokenizer.words(row, 0, tokens)
         self._replicas[decision.replica].submit(

@@ -151,7 +151,6 @@ KNOTTED = frozenset(
     {
         "evaluate.search.capacity",
         "integrations.live_training.process",
-        "router.state.attempt",
     }
 )
 

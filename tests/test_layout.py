@@ -26,17 +26,7 @@ MOST_ARGUMENTS = 14
 #: The decorators of compiled.py.
 COMPILING = frozenset({"jit", "inlined", "vectorised", "vectorised_finite"})
 #: Compiled functions that still have more.
-LONG_KERNELS = frozenset(
-    {
-        "router/state/kernels.py: decide",
-        "router/state/kernels.py: ended",
-        "router/state/kernels.py: judge",
-        "router/state/kernels.py: opened",
-        "router/state/kernels.py: show",
-        "router/state/shared_kernels.py: decide",
-        "router/state/shared_kernels.py: gather",
-    }
-)
+LONG_KERNELS: frozenset[str] = frozenset()
 
 #: Class names that still stand for several things.
 SHARED_NAMES = frozenset(

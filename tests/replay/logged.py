@@ -8,6 +8,7 @@ from router.clusters import Clock, backends, new_chooser
 from tailrace.bench.prompts import PromptWriter
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
+from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
 from tailrace.sim.simulator import simulate
 
@@ -54,7 +55,7 @@ def write_log(folder, cluster, table, policy="least_outstanding", overhead_s=0.0
             replica = int(done["replica"][row])
             decision = chooser.choose(arrival, [r for r in range(len(state)) if r != replica])
             decision.policy = policy
-            attempts[row] = state.open(arrival, replica, decision)
+            attempts[row] = Attempt(state, arrival, replica, decision)
         elif kind == 1:
             attempts[row].tokens(1)
         else:

@@ -6,7 +6,9 @@ from tailrace.config import Replica
 from tailrace.router.decide.chooser import Chooser, ChooserSettings, Decision
 from tailrace.router.intake.request_body import RequestBody, read_request
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import Arrival, Attempt, ClusterState
+from tailrace.router.state.arrival import Arrival
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import ClusterState
 
 #: What must be zero when nothing is in flight.
 LEDGER = (
@@ -57,7 +59,7 @@ def chat(*contents: str, **fields: object) -> RequestBody:
 def send(cluster: ClusterState, asked: RequestBody, replica: int = 0) -> Attempt:
     """Send a request to a replica of the caller's choice."""
     arrival = cluster.arrive(asked)
-    return cluster.open(arrival, replica, decided(cluster, arrival, replica))
+    return Attempt(cluster, arrival, replica, decided(cluster, arrival, replica))
 
 
 def decided(cluster: ClusterState, arrival: Arrival, replica: int) -> Decision:

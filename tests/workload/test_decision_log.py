@@ -13,6 +13,7 @@ from tailrace.cli import cli
 from tailrace.errors import TailraceError
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
+from tailrace.router.state.attempt import Attempt
 from tailrace.workload import traces
 from tailrace.workload.prefix import repeated_tokens
 
@@ -99,7 +100,7 @@ def test_only_answered_requests_become_rows_and_each_once(tmp_path: Path) -> Non
     from router.clusters import decided
 
     for outcome in ("backend_failed", "done"):
-        attempt = live.cluster.open(arrival, 0, decided(live.cluster, arrival, 0))
+        attempt = Attempt(live.cluster, arrival, 0, decided(live.cluster, arrival, 0))
         attempt.tokens(3)
         attempt.close(outcome)
         live.log.write(attempt, outcome)

@@ -34,7 +34,8 @@ from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.observe.telemetry import Telemetry
-from tailrace.router.state.cluster import Attempt, ClusterState
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import ClusterState
 from tailrace.sim.result import FINISHED
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
@@ -228,7 +229,7 @@ def asked(cluster: ClusterState, chooser: Chooser, text: str = "x", **fields: ob
     arrival = cluster.arrive(chat(text, **fields))
     decision = chooser.choose(arrival)
     assert decision is not None
-    return cluster.open(arrival, decision.replica, decision)
+    return Attempt(cluster, arrival, decision.replica, decision)
 
 
 def over(recorder: LiveRecorder, attempt: Attempt, outcome: str) -> None:
@@ -248,7 +249,7 @@ def test_what_the_guard_overrules_is_not_learnt_from(recorder: LiveRecorder) -> 
     cluster = new_cluster(2, clock)
     chooser = new_chooser(cluster, POLICY, guard_ratio=1.0, guard_s=0.5)
     assert chooser.policy is recorder
-    busy = [cluster.open(cluster.arrive(chat("long " * 4000)), 0, _to(0)) for _ in range(8)]
+    busy = [Attempt(cluster, cluster.arrive(chat("long " * 4000)), 0, _to(0)) for _ in range(8)]
     recorder.record(temperature=50.0, epsilon=0.5)
     found: list[Any] = []
     recorder._done = found.append
@@ -271,7 +272,7 @@ def test_what_the_guard_overrules_is_not_learnt_from(recorder: LiveRecorder) -> 
 
 
 def _to(replica: int) -> Any:
-    from tailrace.router.state.attempt import Decision
+    from tailrace.router.state.arrival import Decision
 
     return Decision(replica, "mine", np.zeros(2), -1, "")
 
@@ -303,7 +304,7 @@ def test_a_request_that_is_sent_again_is_one_request(recorder: LiveRecorder) -> 
     attempt.close("backend_failed")
     decision = chooser.choose(attempt.arrival, [attempt.replica])
     assert decision is not None
-    again = cluster.open(attempt.arrival, decision.replica, decision)
+    again = Attempt(cluster, attempt.arrival, decision.replica, decision)
     clock.now = 3.0
     again.tokens(1)
     over(recorder, again, "done")

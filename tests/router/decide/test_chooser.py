@@ -17,6 +17,7 @@ from tailrace.policy.rules import RULES
 from tailrace.router.decide import chooser as decide
 from tailrace.router.decide.chooser import Chooser, ChooserSettings, training_range
 from tailrace.router.state import kernels
+from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
 
 
@@ -43,7 +44,7 @@ def test_every_policy_chooses_available_replicas_only(name: str) -> None:
         assert decision.fell_back is None, chooser.last_error
         assert decision.scores.shape == (5,)
         assert decision.reason
-        cluster.open(cluster.arrive(chat("x")), decision.replica, decision)
+        Attempt(cluster, cluster.arrive(chat("x")), decision.replica, decision)
     assert [cluster.available(r) for r in range(5)] == [False, True, True, True, True]
 
 
@@ -203,7 +204,7 @@ def test_a_bug_of_ours_does_not_stop_traffic(monkeypatch: pytest.MonkeyPatch) ->
     assert decision is not None
     assert (decision.replica, decision.fell_back) == (2, "error")
     assert chooser.last_error == "bug"
-    cluster.open(cluster.arrive(chat("y")), 2, decision).close("done")
+    Attempt(cluster, cluster.arrive(chat("y")), 2, decision).close("done")
 
 
 # ---- what a learned policy was trained on -------------------------------------------------------
@@ -217,7 +218,7 @@ def test_ordinary_traffic_is_within_the_range() -> None:
         decision = chooser.choose(cluster.arrive(chat("word " * (50 + i))))
         assert decision is not None
         assert decision.fell_back is None
-        cluster.open(cluster.arrive(chat("word")), decision.replica, decision)
+        Attempt(cluster, cluster.arrive(chat("word")), decision.replica, decision)
 
 
 def test_metrics_gone_mad_are_out_of_range() -> None:
@@ -300,7 +301,7 @@ def test_a_shadow_is_asked_but_not_obeyed(tmp_path: Path, shadow: str) -> None:
                 assert decision.shadow_ttft_s is not None
                 if decision.shadow == decision.replica:
                     assert decision.shadow_ttft_s == 0.0
-            cluster.open(arrival, decision.replica, decision)
+            Attempt(cluster, arrival, decision.replica, decision)
             found.append(decision.replica)
         return found, chooser
 

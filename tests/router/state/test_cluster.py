@@ -9,7 +9,8 @@ from router.clusters import LEDGER, Clock, backends, chat, decided, new_chooser,
 from tailrace.config import Replica
 from tailrace.policy.base import Policy
 from tailrace.router.intake.request_body import RequestBody
-from tailrace.router.state.cluster import Attempt, ClusterState
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import ClusterState
 from tailrace.view.records import NEVER, View
 
 # ---- one attempt ---------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def test_a_session_id_gives_turn_and_last_replica() -> None:
     for turn, replica in enumerate((2, 0)):
         arrival = cluster.arrive(chat("hello", user="ada"))
         assert arrival.turn == turn
-        cluster.open(arrival, replica, decided(cluster, arrival, replica))
+        Attempt(cluster, arrival, replica, decided(cluster, arrival, replica))
     cluster.show_request(cluster.arrive(chat("x", user="ada")), 1.0)
     request = cluster.request[0]
     assert (request["last_replica"], request["turn"]) == (0, 2)
@@ -182,7 +183,7 @@ def test_a_conversation_without_id_is_recognised_by_its_content() -> None:
     cluster = new_cluster(3)
     first = cluster.arrive(chat("Who are you?"))
     assert first.session is None
-    cluster.open(first, 2, decided(cluster, first, 2))
+    Attempt(cluster, first, 2, decided(cluster, first, 2))
     second = cluster.arrive(chat("Who are you?", "A router.", "Whose?"))
     assert second.session is first.session
     assert second.session is not None
@@ -194,7 +195,9 @@ def test_a_second_attempt_is_no_second_turn() -> None:
     cluster = new_cluster(2)
     arrival = cluster.arrive(chat("hello", user="ada"))
     for replica in (0, 1):
-        cluster.open(arrival, replica, decided(cluster, arrival, replica)).close("backend_failed")
+        Attempt(cluster, arrival, replica, decided(cluster, arrival, replica)).close(
+            "backend_failed"
+        )
     assert cluster.arrive(chat("hello", user="ada")).turn == 1
 
 

@@ -11,7 +11,9 @@ from tailrace.policy import registry
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.router.intake.prompt_blocks import PromptBlocks, private_block
 from tailrace.router.intake.request_body import RequestBody
-from tailrace.router.state.cluster import Arrival, Attempt, ClusterState
+from tailrace.router.state.arrival import Arrival
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import ClusterState
 from tailrace.sim.reference import ReferenceEngine
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.routing import PolicyDispatcher
@@ -69,7 +71,7 @@ class Twin(PolicyDispatcher):
 
     def _send(self, request: Request, replica: int) -> None:
         assert self.decision.replica == replica  # the same ties, broken by the same numbers
-        attempt = self.cluster.open(self.arrivals[request.id], replica, self.decision)
+        attempt = Attempt(self.cluster, self.arrivals[request.id], replica, self.decision)
         self.attempts[request.id] = attempt
         self.live[request.id] = request
 

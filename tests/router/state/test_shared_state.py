@@ -43,10 +43,13 @@ def work_now(cluster: ClusterState) -> NDArray[np.float64]:
     return views["recent_work"] * faded
 
 
-def test_one_worker_alone_sees_what_one_router_sees() -> None:
+def test_a_worker_that_shares_with_none_sees_what_a_router_alone_sees() -> None:
+    """The other worker does not run: the sum over both is the first one's own row."""
     clock = Clock()
-    (shared,) = workers(1, clock)
+    shared = ClusterState(SERVERS, clock, worker_view=new_shared_state(SERVERS, 2).of(0))
     alone = ClusterState(SERVERS, clock)
+    assert np.shares_memory(alone.seen, alone.replicas)
+    assert not np.shares_memory(shared.seen, shared.replicas)
     rng = np.random.default_rng(0)
     open_attempts = []
     for i in range(60):
@@ -121,7 +124,6 @@ def test_nothing_is_left_of_a_worker_that_died() -> None:
         send(first, chat("long " * 400), replica)
     look(second)
     assert second.seen["in_flight"].sum() == 3
-    assert first.worker_view is not None
     first.worker_view.shared.clear(0)
     assert look(second, chat("long " * 400), "cache_aware") == 0
     for name in LEDGER:
@@ -147,9 +149,28 @@ def test_metrics_of_the_worker_that_asked_last() -> None:
     assert np.isneginf(second.seen[1]["metrics_at"])
 
 
+def test_a_router_alone_grows() -> None:
+    """Room and index grow with the backends, and what is known of the first ones stays."""
+    alone = ClusterState(SERVERS[1:2], Clock())
+    attempt = send(alone, chat("long " * 400))
+    routers = alone.routers.copy()
+    for count in range(2, 40):
+        alone.add(SERVERS[1])
+        assert len(alone) == len(alone.seen) == len(alone.index.totals) == count
+    assert look(alone, chat("long " * 400), "cache_aware") > 400
+    assert alone.replicas["in_flight"].tolist() == [1] + [0] * 38
+    np.testing.assert_array_equal(alone.routers["rng"][1:], routers["rng"][1:])
+    attempt.close("done")
+    for name in LEDGER:
+        assert not alone.replicas[name].any(), name
+    entries = alone.index.entries.shape[1]
+    alone.add(backends(Replica(num_blocks=1 << 19))[0])
+    assert alone.index.entries.shape[1] > entries
+    assert look(alone, chat("long " * 400), "cache_aware") == 0  # to be learned again
+
+
 def test_backends_are_added_as_long_as_there_is_room() -> None:
     first, second = workers(2)
-    assert first.worker_view is not None
     for _ in range(first.worker_view.shared.room - len(first)):
         first.add(SERVERS[0])
     look(first)

@@ -18,7 +18,9 @@ from tailrace.config import Replica, Settings, parse
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import BadRequest, RequestBody, read_request
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import PRIOR_OUTPUT_TOKENS, Arrival, Attempt, ClusterState
+from tailrace.router.state.arrival import Arrival
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import PRIOR_OUTPUT_TOKENS, ClusterState
 from tailrace.view.records import NEVER
 
 #: Where a body of each shape would have been posted.
@@ -153,7 +155,7 @@ class Book:
                 keys,
                 key=lambda r: (r != decision.replica, not self.cluster.available(r), scores[r], r),
             )
-            self._attempts[request] = self.cluster.open(arrival, decision.replica, decision)
+            self._attempts[request] = Attempt(self.cluster, arrival, decision.replica, decision)
             return [keys[row] for row in rows]
 
     def routed(self, request: str, key: Hashable) -> None:
@@ -166,7 +168,7 @@ class Book:
             self._routed.add(request)
             if attempt.replica != row:
                 attempt.close("backend_failed")
-                moved = self.cluster.open(attempt.arrival, row, attempt.decision)
+                moved = Attempt(self.cluster, attempt.arrival, row, attempt.decision)
                 self._attempts[request] = moved
             if self._ended_early.get(request) == key:
                 self.ended(request, key)

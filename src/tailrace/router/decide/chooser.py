@@ -1,4 +1,4 @@
-"""Which replica a request goes to: a policy, and a guard around it that never lets it do harm.
+"""Which replica a request goes to: a policy, protected by a guard and a fallback rule.
 
 The fallback rule decides instead of the policy when the policy fails, takes too long, returns what
 is no number, sees what it was not trained on, or chooses a replica whose predicted first token is
@@ -9,6 +9,7 @@ the router counts itself. What drives a policy out of its range, such as broken 
 model that does not fit the servers, does not touch it.
 """
 
+import struct
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -28,11 +29,10 @@ from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.router.decide.reasons import phrase
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state import kernels as k
-from tailrace.router.state import shared_kernels
-from tailrace.router.state.attempt import Decision
-from tailrace.router.state.cluster import Arrival, ClusterState
-from tailrace.router.state.eviction import evict_until
-from tailrace.router.state.shared_state import new_shared_state
+from tailrace.router.state.arrival import Arrival, Decision
+from tailrace.router.state.attempt import Attempt
+from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.shared_state import memory_of
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA
 
@@ -40,13 +40,19 @@ __all__ = ["Chooser", "ChooserSettings", "Decision"]
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
-#: Names of the causes of a fallback, by their number in kernels.py.
+#: Names of the causes of a fallback, by their number in state/kernels.py.
 CAUSES = ("", "nan", "range", "guard", "error", "time")
-#: After so many failures or overruns in a row a policy is left alone for a while, s.
+#: After this many failures or overruns in a row a policy is not asked for this long, s.
 _STRIKES, _REST_S = 3, 10.0
 _NO_BOUNDS = np.zeros((2, 0), np.float32)
 _NO_PARAMS = np.zeros(0)
 _UNLIMITED = float("inf")
+#: What is written to a DECISION record before a decision, and read from it afterwards: the rest but
+#: the configuration.
+_INPUTS = struct.Struct("=qqddq")
+_RESULTS = struct.Struct("=qqqqqqdddd")
+assert k.DECISION.fields is not None
+_RESULTS_AT = k.DECISION.fields["cause"][1]
 
 
 class ChooserSettings(Settings):
@@ -89,13 +95,13 @@ class _Role(NamedTuple):
     row: int  # of the router records
     code: int  # of its compiled rule, k.NO_RULE: Python
     params: NDArray[np.float64]
-    lowest_id_wins: bool
-    bounds: NDArray[np.float32]
-    guard_ratio: float
+    guard: NDArray[np.float64]  # the fallback rule's parameters and the trained range, see k.judge
+    record: NDArray[np.void]  # [1] DECISION
+    buffer: memoryview  # its bytes
 
 
 class Chooser:
-    """Chooses replicas. It never raises and never returns a replica that is not available."""
+    """Chooses replicas. Never raises, and never returns a replica that is not available."""
 
     def __init__(
         self, cluster: ClusterState, settings: ChooserSettings, *, warm_up: bool = True
@@ -118,8 +124,6 @@ class Chooser:
         self._canary = self._role(settings.canary, k.CANARY) if settings.canary else None
         self._shadow = self._role(settings.shadow, k.SHADOW) if settings.shadow else None
         self._scores = np.zeros((4, len(cluster)))
-        self._whole = np.zeros(k.CACHED + 1, np.int64)
-        self._figures = np.zeros(k.PREDICTED_OUTPUT + 1)
         self._strikes: Counter[int] = Counter()
         self._resting_until: dict[int, float] = {}
         if warm_up:
@@ -137,21 +141,29 @@ class Chooser:
                 self.cluster.unlisten(role.policy)
 
     def _role(self, name: str, row: int) -> _Role:
-        policy = _usable(name)
-        call_hook(policy, "reset", len(self.cluster), 0)
-        if not isinstance(policy, BuiltinPolicy):
-            self.cluster.listen(policy)
-            guard = self.settings.guard_ratio if self.settings.guard else _UNLIMITED
-            return _Role(
-                policy, row, k.NO_RULE, _NO_PARAMS, policy.lowest_id_wins, _NO_BOUNDS, guard
-            )
-        bounds, guard = _NO_BOUNDS, _UNLIMITED
-        if isinstance(policy, LearnedPolicy):
-            bounds = training_range(policy, self.settings.range_deviations)
-            guard = self.settings.guard_ratio if self.settings.guard else _UNLIMITED
-        return _Role(
-            policy, row, policy.rule.code, policy.params, policy.lowest_id_wins, bounds, guard
-        )
+        policy, settings, cluster = _usable(name), self.settings, self.cluster
+        call_hook(policy, "reset", len(cluster), 0)
+        code, params, bounds, guarded = k.NO_RULE, _NO_PARAMS, _NO_BOUNDS, True
+        if isinstance(policy, BuiltinPolicy):
+            code, params, guarded = policy.rule.code, policy.params, False
+            if isinstance(policy, LearnedPolicy):
+                bounds, guarded = training_range(policy, settings.range_deviations), True
+        else:
+            cluster.listen(policy)
+        fallback, view = self._fallback, cluster.worker_view
+        guard = np.concatenate([fallback.params, bounds.ravel()])
+        record = np.zeros(1, k.DECISION)
+        record["worker"], record["workers"] = view.worker, view.shared.workers
+        record["view_row"] = view.view_row
+        record["prior_output"] = cluster.prior_output_tokens
+        record["row"], record["code"] = row, code
+        record["lowest_id_wins"] = policy.lowest_id_wins
+        record["fallback_code"] = fallback.rule.code
+        record["fallback_lowest_id_wins"] = fallback.lowest_id_wins
+        record["guard_ratio"] = settings.guard_ratio if guarded and settings.guard else _UNLIMITED
+        record["guard_s"] = settings.guard_s
+        record["bounds_at"] = fallback.params.size
+        return _Role(policy, row, code, params, guard, record, memory_of(record.view(np.uint8)))
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -186,16 +198,18 @@ class Chooser:
         cluster.show_request(arrival, now)
         role = self._main if self._canary is None else self._role_for(arrival)
         if role.code == k.NO_RULE:
-            self._show(arrival)
+            self._show(role, arrival)
             self._judge(role, self._ask_python(role, scores[k.SCORES]))
         else:
             self._decide_compiled(role, arrival)
             if time.perf_counter() - started > self.settings.limit_ms * 1e-3:
                 self._took_long(role, arrival)
-        chosen, runner_up, cause, reason, _, feature, cached = self._whole.tolist()
+        cause, chosen, runner_up, reason, feature, cached, ours, theirs, ttft_s, predicted = (
+            _RESULTS.unpack_from(role.buffer, _RESULTS_AT)
+        )
         if chosen == NO_REPLICA:
             return None
-        ours, theirs, ttft_s, arrival.predicted_output = self._figures.tolist()
+        arrival.predicted_output = predicted
         counts = self.counts
         counts["decisions"] += 1
         if role is self._canary:
@@ -235,60 +249,40 @@ class Chooser:
         part = xxhash.xxh3_64_intdigest(session.encode(errors="surrogatepass")) / 2.0**64
         return self._canary if part < share else self._main
 
-    def _show(self, arrival: Arrival) -> None:
-        cluster, runs = self.cluster, arrival.runs
-        if cluster.worker_view is not None:
-            shared = cluster.worker_view.shared
-            shared_kernels.gather(
-                cluster.request, cluster.worker_view.worker, shared.replicas, shared.routers,
-                shared.entries, shared.slots, shared.totals, cluster.seen, cluster.seen_routers,
-                cluster.caching, cluster.answers, runs.keys, runs.units, runs.branch_at, runs.total,
-                cluster.counter.units_per_token, cluster.prior_output_tokens,
-                _most_output(arrival.asked),
-            )  # fmt: skip
-            return
-        index = cluster.index
+    def _fill(self, role: _Role, arrival: Arrival) -> None:
+        """Write what a decision needs to know of the request into the role's record."""
+        runs = arrival.runs
+        _INPUTS.pack_into(
+            role.buffer, 0, runs.branch_at, runs.total, self.cluster.counter.units_per_token,
+            _max_output(arrival.asked), k.NO_CAUSE,
+        )  # fmt: skip
+
+    def _show(self, role: _Role, arrival: Arrival) -> None:
+        """Complete what the policy of a role sees."""
+        self._fill(role, arrival)
+        cluster, runs, shared = self.cluster, arrival.runs, self.cluster.worker_view.shared
         k.show(
-            cluster.request, cluster.replicas, cluster.routers, index.entries, index.slots,
-            index.totals, cluster.caching, cluster.answers, runs.keys, runs.units, runs.branch_at,
-            runs.total, cluster.counter.units_per_token, cluster.prior_output_tokens,
-            _most_output(arrival.asked),
+            role.record, cluster.request, shared.replicas, shared.routers, shared.entries,
+            shared.slots, shared.totals, cluster.beliefs, runs.keys, runs.units,
         )  # fmt: skip
 
     def _judge(self, role: _Role, cause: int) -> None:
-        cluster, fallback = self.cluster, self._fallback
+        """Decide by the policy's scores, or by the fallback rule if there is a ``cause``."""
+        cluster = self.cluster
+        role.record["cause"] = cause
         k.judge(
-            cluster.request, cluster.seen, cluster.costs, cluster.seen_routers, role.row, role.code,
-            role.params, role.lowest_id_wins, fallback.rule.code, fallback.params,
-            fallback.lowest_id_wins, cause, role.bounds, role.guard_ratio, self.settings.guard_s,
-            self._scores, self._whole, self._figures,
+            role.record, cluster.request, cluster.seen, cluster.costs, cluster.seen_routers,
+            role.params, role.guard, self._scores,
         )  # fmt: skip
 
     def _decide_compiled(self, role: _Role, arrival: Arrival) -> None:
-        """:meth:`_show` and :meth:`_judge` in one."""
-        cluster, runs, fallback = self.cluster, arrival.runs, self._fallback
-        if cluster.worker_view is not None:
-            shared = cluster.worker_view.shared
-            shared_kernels.decide(
-                cluster.request, cluster.worker_view.worker, shared.replicas, shared.routers,
-                shared.entries, shared.slots, shared.totals, cluster.seen, cluster.seen_routers,
-                cluster.costs, cluster.caching, cluster.answers, runs.keys, runs.units,
-                runs.branch_at, runs.total, cluster.counter.units_per_token,
-                cluster.prior_output_tokens, _most_output(arrival.asked), role.row, role.code,
-                role.params, role.lowest_id_wins, fallback.rule.code, fallback.params,
-                fallback.lowest_id_wins, role.bounds, role.guard_ratio, self.settings.guard_s,
-                self._scores, self._whole, self._figures,
-            )  # fmt: skip
-            return
-        index = cluster.index
+        """:meth:`_show` and :meth:`_judge` in one call."""
+        self._fill(role, arrival)
+        cluster, runs, shared = self.cluster, arrival.runs, self.cluster.worker_view.shared
         k.decide(
-            cluster.request, cluster.replicas, cluster.costs, cluster.routers, index.entries,
-            index.slots, index.totals, cluster.caching, cluster.answers, runs.keys, runs.units,
-            runs.branch_at, runs.total, cluster.counter.units_per_token,
-            cluster.prior_output_tokens, _most_output(arrival.asked), role.row, role.code,
-            role.params, role.lowest_id_wins, fallback.rule.code, fallback.params,
-            fallback.lowest_id_wins, role.bounds, role.guard_ratio, self.settings.guard_s,
-            self._scores, self._whole, self._figures,
+            role.record, cluster.request, shared.replicas, shared.routers, shared.entries,
+            shared.slots, shared.totals, cluster.costs, cluster.beliefs, runs.keys, runs.units,
+            role.params, role.guard, self._scores,
         )  # fmt: skip
 
     # ---- policies written in Python -------------------------------------------------------------
@@ -328,7 +322,7 @@ class Chooser:
             return
         choice = k.rate(
             cluster.request, cluster.seen, cluster.costs, cluster.seen_routers, role.row, role.code,
-            role.params, scores, role.lowest_id_wins,
+            role.params, scores, role.policy.lowest_id_wins,
         )  # fmt: skip
         decision.shadow = int(choice)
         decision.shadow_ttft_s = float(self._scores[k.TTFT, choice]) - decision.ttft_s
@@ -357,11 +351,8 @@ class Chooser:
         return Decision(chosen, name, scores, NO_REPLICA, reason, "error", cached=cached)
 
     def _warm_up(self) -> None:
-        """Play one request on a cluster of our own through all that is compiled."""
-        backends, worker_view = self.cluster.backends[:1] * 2, self.cluster.worker_view
-        if worker_view is not None:
-            worker_view = new_shared_state(backends, 2).of(0)
-        toy = ClusterState(backends, self.cluster.clock, worker_view=worker_view)
+        """Send two requests through everything that is compiled, on a cluster of our own."""
+        toy = ClusterState(self.cluster.backends[:1] * 2, self.cluster.clock)
         for settings in (
             ChooserSettings(policy=self.settings.fallback, shadow=self.settings.fallback),
             self.settings.model_copy(update={"policy": self.settings.fallback}),
@@ -369,21 +360,20 @@ class Chooser:
             chooser = Chooser(toy, settings, warm_up=False)
             for text in ("a", "a" * 4096):
                 arrival = toy.arrive(RequestBody("completion", text=text))
-                chooser._show(arrival)
+                chooser._show(chooser._main, arrival)
                 decision = chooser.choose(arrival)
                 chooser._judge(chooser._main, k.CAUSE_TIME)
                 assert decision is not None
-                attempt = toy.open(arrival, decision.replica, decision)
+                attempt = Attempt(toy, arrival, decision.replica, decision)
                 toy.cached_on(arrival, 0)
                 attempt.tokens(1)
                 attempt.usage(8, 1, 0)
                 attempt.close("done")
-                attempt = toy.open(arrival, decision.replica, decision)
-                attempt.close("done")
+                Attempt(toy, arrival, decision.replica, decision).close("done")
         toy.arrive(RequestBody("chat", data=np.zeros(8, np.uint8)))
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index
-        evict_until(index.entries, index.slots, index.totals, 0, 0.0)
+        k.evict_until(index.entries, index.slots, index.totals, 0, 0.0)
         toy.forget(0)
 
 
@@ -411,7 +401,7 @@ def training_range(policy: LearnedPolicy, deviations: float) -> NDArray[np.float
     return bounds.astype(np.float32)
 
 
-def _most_output(asked: RequestBody) -> float:
+def _max_output(asked: RequestBody) -> float:
     if asked.kind == "embedding":
         return 1.0
     return _UNLIMITED if asked.max_tokens is None else float(asked.max_tokens)

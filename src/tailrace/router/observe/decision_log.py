@@ -33,7 +33,7 @@ from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.router.intake.hashing import keyed
 from tailrace.router.intake.prompt_blocks import BLOCK_UNITS
-from tailrace.router.state.cluster import Attempt
+from tailrace.router.state.attempt import Attempt
 
 FORMAT = 1
 PREFIX, SUFFIX = "decisions-", ".jsonl"

@@ -15,7 +15,8 @@ from tailrace.router.observe.snapshot import CLOSED, OPEN, BackendSnapshot
 from tailrace.router.proxy.health import NO_LIMIT, Health
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state.cluster import Arrival, ClusterState
+from tailrace.router.state.arrival import Arrival
+from tailrace.router.state.cluster import ClusterState
 
 _log = logging.getLogger("tailrace.router")
 

@@ -20,7 +20,8 @@ from tailrace.router.proxy.relay import Relay
 from tailrace.router.proxy.response_scan import TAIL_BYTES, find_usage
 from tailrace.router.proxy.tokenize_probe import TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
-from tailrace.router.state.attempt import Arrival, Attempt
+from tailrace.router.state.arrival import Arrival
+from tailrace.router.state.attempt import Attempt
 
 #: A reused connection that fails this soon was being closed by an idle server, in s.
 STALE_S = 1.0
@@ -140,7 +141,7 @@ class Exchange:
         self._connect(fresh=False)
         # Entered into the records only now: the server can begin meanwhile.
         if arrival is not None and decision is not None:
-            self.attempt = backends.cluster.open(arrival, decision.replica, decision)
+            self.attempt = Attempt(backends.cluster, arrival, decision.replica, decision)
             context.events.decided(decision)
         return True
 

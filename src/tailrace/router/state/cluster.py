@@ -1,9 +1,9 @@
 """What the live router knows of its replicas: the records every policy reads, kept up to date.
 
-A request is an :class:`Arrival` (length, content, session), then, for each replica it is sent to, a
-:class:`Attempt`. The records are those of ``view/records.py`` and are changed by the functions of
-the ledger and the prefix index alone, as in the simulator, so that a policy sees live what it saw
-in training.
+A request is an :class:`Arrival` (length, content, session), then an :class:`Attempt` for each
+replica it is sent to. The records are those of ``view/records.py``. Only the functions of the
+ledger and of the prefix index change them, as in the simulator, so that a policy sees live what it
+saw in training. All of them are written here; attempts (attempt.py) call the methods below.
 """
 
 import heapq
@@ -11,7 +11,7 @@ import itertools
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,31 +29,61 @@ from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.intake.tokens import SERVER, TokenCounter
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels
-from tailrace.router.state.attempt import OLDEST, WIDTH, Arrival, Attempt, Decision
-from tailrace.router.state.eviction import evict_until
+from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.sessions import Sessions, SharedSessions
-from tailrace.router.state.shared_state import ROUTER_ROWS, WorkerView, index_entries
+from tailrace.router.state.shared_state import (
+    WorkerView,
+    index_entries,
+    memory_of,
+    new_shared_state,
+)
 from tailrace.view import ledger, prefix_index
-from tailrace.view.records import REPLICA_VIEW, REQUEST_VIEW, ROUTER
+from tailrace.view.records import REPLICA_VIEW, REQUEST_VIEW
 from tailrace.view.replicas import idle_views, is_caching, replica_costs
 from tailrace.view.selection import mix
 from tailrace.workload.table import DEFAULT_TPOT_SLO_S, DEFAULT_TTFT_SLO_S
-
-__all__ = ["Arrival", "Attempt", "ClusterState"]
 
 PRIOR_OUTPUT_TOKENS = 256.0
 #: Share of the answers thought cached that must turn out so for the belief to be kept up, and how
 #: much one more case counts.
 _ANSWERS_TRUST, _ANSWERS_STEP = 0.5, 0.2
-#: Ended requests that are kept among those whose first token is due.
-_DUE_OVER = 32
+#: Ended requests that may stay among those whose first token is expected.
+_MAX_ENDED = 32
 #: Prompts in a row that should have been cached and were not at all: there is no cache.
 _NO_CACHE_AFTER = 8
 
-_AVAILABLE = list(REPLICA_VIEW.names or ()).index("available")
+#: Numbers per REPLICA_VIEW record, and the places of some of them.
+_WIDTH = REPLICA_VIEW.itemsize // 8
+_AVAILABLE, _CONTEXT, _OLDEST = (
+    list(REPLICA_VIEW.names or ()).index(name)
+    for name in ("available", "context_tokens", "oldest_sent")
+)
 _REQUEST = struct.Struct("=dqdqdqqqQqdd")
 assert _REQUEST.size == REQUEST_VIEW.itemsize
+_ATTEMPT = struct.Struct("=qdqqdqqddqqq")
+assert _ATTEMPT.size == kernels.ATTEMPT.itemsize
 _HOOKS = ("sent", "first_token", "finished", "failed")
+
+
+class LedgerEntry(Protocol):
+    """What the cluster reads of an attempt. It writes nothing to it."""
+
+    arrival: Arrival
+    replica: int
+    epoch: int  #: of the replica when it was sent; in a later epoch it no longer counts
+    serial: int  #: unique number of the attempt
+    sent_at: float  #: s
+    prompt_tokens: int
+    cached: int  #: prompt tokens believed to be cached when it was sent
+    predicted: float  #: predicted output, tokens
+    used_at: float  #: when the last cached run was used before, s
+    answer_tokens: int  #: tokens of ``cached`` that are an earlier answer
+    answering: bool  #: its first token is in the ledger
+    streamed: int  #: tokens so far
+    outcome: str | None  #: None: it has not ended
+
+    def presume_first_token(self) -> None:
+        """Called when the predicted time of its first token has come."""
 
 
 class ClusterState:
@@ -74,47 +104,46 @@ class ClusterState:
         """Start with idle replicas of which nothing is known.
 
         ``salt``: this installation's secret, which makes content hashes its own. ``worker_view``:
-        the state shared by several workers, which must have the same salt.
+        the state shared by several workers, which must have the same salt; None: a worker alone.
         """
+        if worker_view is None:
+            worker_view = new_shared_state(backends).of(0)
         self.worker_view = worker_view
         self.clock = clock
         self.counter = counter or TokenCounter()
         self.sessions = Sessions(max_sessions)
-        if worker_view is not None:
-            shared, worker = worker_view.shared, worker_view.worker
-            shared.clear(worker)
-            cells = _cells(shared.sessions)
+        shared, worker = worker_view.shared, worker_view.worker
+        shared.clear(worker)
+        if shared.workers > 1:
+            cells = memory_of(shared.sessions)
             self.sessions = SharedSessions(max_sessions, cells, worker, shared.workers)
         self.prior_output_tokens = prior_output_tokens
         self.request: NDArray[np.void] = np.zeros(1, REQUEST_VIEW)
-        self.routers: NDArray[np.void] = np.zeros(ROUTER_ROWS, ROUTER)
-        if worker_view is not None:
-            self.routers = worker_view.own_routers
+        self._request_buffer = memory_of(self.request.view(np.uint8))
+        self._attempt: NDArray[np.void] = np.zeros(1, kernels.ATTEMPT)
+        self._attempt_buffer = memory_of(self._attempt.view(np.uint8))
+        self.routers, self.seen_routers = worker_view.routers()
+        """Own router records, and those that policies see: with what other workers did."""
         with np.errstate(over="ignore"):
             for k, row in enumerate(self.routers):
                 row["rng"] = mix(np.uint64(seed + k))
         self.routers["looked_at"] = clock()
-        self.seen_routers = self.routers if worker_view is None else self.routers.copy()
-        """The same as policies see them: with what other workers did."""
+        self.seen_routers[:] = self.routers
         self.backends: list[BackendSettings] = []
         self._seed = int.from_bytes(salt[:8].ljust(8, b"\0"), "little")
         self._roots: dict[tuple[str, str], int] = {}
         self._ids = itertools.count()
         self.listeners: list[tuple[Policy, frozenset[str]]] = []
         self.hook_errors = 0
-        self.due: list[tuple[float, int, Attempt]] = []
-        """When the first tokens of answers that do not stream are predicted."""
-        self._due_over = 0  # those among them that have ended already, about
-        self._request_buffer = _cells(self.request).cast("B")
-        self.replicas: NDArray[np.void] = np.zeros(0, REPLICA_VIEW)
-        self.seen = self.replicas
-        """The same as policies see them: with what other workers did."""
+        self.due: list[tuple[float, int, LedgerEntry]] = []
+        """Heap of the predicted times of first tokens of responses that do not stream."""
+        self._ended_due = 0  # entries of it that have ended already, about
+        self.replicas, self.seen = worker_view.replicas(0)
+        """Own records of the replicas, and those that policies see: with what other workers did."""
         self.costs = replica_costs([])
-        self.index = prefix_index.new_index(0, 16)
+        self.beliefs: NDArray[np.void] = np.zeros(0, kernels.BELIEF)
         self.waiting: list[dict[int, float]] = []
         self.epochs: list[int] = []
-        self.caching = np.zeros(0, np.int64)
-        self.answers = np.zeros(0, np.int64)
         self._misses: list[int] = []
         self._answer_share: list[float] = []
         self._grow(backends)
@@ -141,53 +170,50 @@ class ClusterState:
 
     def _grow(self, backends: Sequence[BackendSettings]) -> None:
         servers = [backend.server for backend in backends]
-        n, old = len(self.replicas) + len(servers), len(self.replicas)
-        worker_view, new = self.worker_view, slice(old, n)
-        if worker_view is None:
-            self.replicas = np.concatenate([self.replicas, idle_views(servers)])
-            self.seen = self.replicas
-        else:
-            self.replicas = worker_view.own_replicas(n)
-            self.replicas[new] = idle_views(servers)
-            self.seen = self.replicas.copy()
+        old, n = len(self.replicas), len(self.replicas) + len(servers)
+        views, new = idle_views(servers), slice(old, n)
+        self._make_room(n, views["capacity_tokens"])
+        worker_view = self.worker_view
+        self.replicas, self.seen = worker_view.replicas(n)
+        self.index = worker_view.index(n)
+        self.routers, self.seen_routers = worker_view.routers()
+        self.replicas[new] = views
+        self.replicas["recent_at"][new] = self.clock()
+        self.seen[:] = self.replicas
         self.backends += backends
         self.costs = np.concatenate([self.costs, replica_costs(servers)])
-        self.replicas["recent_at"][new] = self.clock()
-        self.caching = np.append(self.caching, [self._believed(s) for s in servers])
-        self.answers = np.append(self.answers, np.ones(len(servers), np.int64))
-        if worker_view is None:
-            self._grow_index(n, old)
-        else:
-            self.index = worker_view.own_index(n)
-        self.cells = _cells(self.replicas.view(np.int64))
-        self.times = _cells(self.replicas.view(np.float64))
+        believed = np.array([(self._believed(s), 1) for s in servers], kernels.BELIEF)
+        self.beliefs = np.concatenate([self.beliefs, believed])
+        self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
+        self.cells = memory_of(self.replicas.view(np.int64))
+        self.times = memory_of(self.replicas.view(np.float64))
         self.waiting += [{} for _ in servers]
         self.epochs += [0] * len(servers)
         self._misses += [0] * len(servers)
         self._answer_share += [1.0] * len(servers)
 
-    def _grow_index(self, n: int, old: int) -> None:
-        entries = index_entries(self.replicas["capacity_tokens"])
-        entries = max(entries, self.index.entries.shape[1] - 1)
-        index = prefix_index.new_index(n, entries)
-        if old and entries == self.index.entries.shape[1] - 1:
-            for mine, before in zip(index, self.index, strict=True):
-                mine[:old] = before
-        # A larger replica needs a larger index for all; what was known is learned again.
-        self.index = index
+    def _make_room(self, n: int, capacity_tokens: NDArray[np.int64]) -> None:
+        """Let the state of a worker alone grow; one that several workers share cannot."""
+        shared = self.worker_view.shared
+        entries = max(
+            index_entries(capacity_tokens),
+            index_entries(self.replicas["capacity_tokens"]),
+            shared.index_entries,
+        )
+        if shared.workers == 1 and (n > shared.room or entries > shared.index_entries):
+            self.worker_view = shared.with_room(n, entries).of(0)
 
     def _believed(self, server: Replica) -> int:
         """Among how many indexes a server's memory is divided; 0: it has no cache."""
-        parts = self.worker_view.shared.workers if self.worker_view is not None else 1
-        return parts * int(is_caching(server))
+        return self.worker_view.shared.workers * int(is_caching(server))
 
     def set_available(self, replica: int, available: bool) -> None:
         """Record whether a replica may get requests; health and drains decide that."""
-        self.cells[replica * WIDTH + _AVAILABLE] = int(available)
+        self.cells[replica * _WIDTH + _AVAILABLE] = int(available)
 
     def available(self, replica: int) -> bool:
         """Whether a replica may get requests."""
-        return bool(self.cells[replica * WIDTH + _AVAILABLE])
+        return bool(self.cells[replica * _WIDTH + _AVAILABLE])
 
     def forget(self, replica: int) -> None:
         """A replica died: nothing is in flight or cached there any more.
@@ -236,8 +262,8 @@ class ClusterState:
         """Call them no more."""
         self.listeners = [item for item in self.listeners if item[0] is not policy]
 
-    def tell(self, hook: str, replica: int, request_id: int, now: float) -> None:
-        """Call a hook of all that listen; a failing one is counted and harms nothing."""
+    def notify(self, hook: str, replica: int, request_id: int, now: float) -> None:
+        """Call a hook of all listening policies; one that fails is counted and does no harm."""
         for policy, names in self.listeners:
             if hook in names:
                 try:
@@ -325,23 +351,7 @@ class ClusterState:
             DEFAULT_TPOT_SLO_S,
         )
 
-    def catch_up(self, now: float) -> None:
-        """Count answers that do not stream as begun when their first token was predicted."""
-        due = self.due
-        while due and due[0][0] <= now:
-            heapq.heappop(due)[2]._presume_first()
-
-    def not_due(self) -> None:
-        """An answer that does not stream has ended; forget such ones once they are the most."""
-        self._due_over += 1
-        if self._due_over > _DUE_OVER and 2 * self._due_over > len(self.due):
-            self.due = [entry for entry in self.due if entry[2].outcome is None]
-            heapq.heapify(self.due)
-            self._due_over = 0
-
-    def open(self, arrival: Arrival, replica: int, decision: Decision) -> Attempt:
-        """Send a request to a replica."""
-        return Attempt(self, arrival, replica, decision)
+    # ---- attempts -------------------------------------------------------------------------------
 
     def cached_on(self, arrival: Arrival, replica: int) -> int:
         """Tokens of a prompt that a replica is thought to have cached."""
@@ -349,40 +359,113 @@ class ClusterState:
             return 0
         runs, index = arrival.runs, self.index
         cached = kernels.cached_on(
-            index.entries, index.slots, index.totals, self.replicas, replica,
-            arrival.prompt_tokens, runs.keys, runs.units, runs.branch_at, runs.total, self.answers,
+            index.entries, index.slots, index.totals, self.replicas, self.beliefs, replica,
+            arrival.prompt_tokens, runs.keys, runs.units, runs.branch_at, runs.total,
         )  # fmt: skip
         return int(cached)
 
-    def left_queue(self, replica: int, serial: int) -> None:
+    def sent(self, entry: LedgerEntry) -> tuple[float, int]:
+        """Enter an attempt; return its ``used_at`` and ``answer_tokens``."""
+        replica, now, runs, index = entry.replica, entry.sent_at, entry.arrival.runs, self.index
+        _ATTEMPT.pack_into(
+            self._attempt_buffer, 0, replica, now, entry.prompt_tokens, entry.cached,
+            entry.predicted, runs.branch_at, runs.total, self.counter.units_per_token, now, 0, 0, 0,
+        )  # fmt: skip
+        found: tuple[float, int] = kernels.opened(
+            self._attempt, self.replicas, self.routers, index.entries, index.slots, index.totals,
+            self.beliefs, runs.keys, runs.units,
+        )  # fmt: skip
+        waiting = self.waiting[replica]
+        if not waiting:
+            self.times[replica * _WIDTH + _OLDEST] = now
+        waiting[entry.serial] = now
+        return found
+
+    def answering(self, entry: LedgerEntry) -> None:
+        """The first ``entry.streamed`` tokens of an attempt have come back."""
+        r = entry.replica
+        if entry.epoch == self.epochs[r]:
+            kernels.answered(
+                self.replicas, r, entry.prompt_tokens, entry.cached, entry.sent_at, entry.streamed
+            )
+            self._left_queue(r, entry.serial)
+
+    def streamed(self, entry: LedgerEntry, n: int) -> None:
+        """``n`` more tokens of an attempt have come back."""
+        r = entry.replica
+        if entry.epoch == self.epochs[r]:
+            self.cells[r * _WIDTH + _CONTEXT] += n
+
+    def ended(self, entry: LedgerEntry, now: float, output: int) -> float:
+        """Take an attempt out of the ledger at ``now`` (s); return the replica's iteration time, s.
+
+        ``output``: tokens of a complete answer, -1: there is none.
+        """
+        r = entry.replica
+        if entry.epoch != self.epochs[r]:
+            return 0.0
+        runs, index = entry.arrival.runs, self.index
+        _ATTEMPT.pack_into(
+            self._attempt_buffer, 0, r, now, entry.prompt_tokens, entry.cached, entry.predicted,
+            runs.branch_at, runs.total, self.counter.units_per_token, entry.sent_at,
+            entry.answering, entry.streamed, output,
+        )  # fmt: skip
+        decode_s = kernels.ended(
+            self._attempt, self.request, self.replicas, self.costs, self.routers, index.entries,
+            index.slots, index.totals, self.beliefs, runs.keys, runs.units,
+        )  # fmt: skip
+        self._left_queue(r, entry.serial)
+        return float(decode_s)
+
+    def _left_queue(self, replica: int, serial: int) -> None:
         """A request got its first token or ended: the longest waiting one may be another."""
         waiting = self.waiting[replica]
         waiting.pop(serial, None)
         if waiting:
-            self.times[replica * WIDTH + OLDEST] = next(iter(waiting.values()))
+            self.times[replica * _WIDTH + _OLDEST] = next(iter(waiting.values()))
 
-    def corrected(self, attempt: Attempt, cached: int) -> None:
-        """The server has said how much of a prompt it had cached: believe it, not the index."""
-        r, believed = attempt.replica, attempt.cached
+    def expect_first_token(self, at: float, serial: int, entry: LedgerEntry) -> None:
+        """The first token of a response that does not stream is predicted at ``at`` (s)."""
+        heapq.heappush(self.due, (at, serial, entry))
+
+    def catch_up(self, now: float) -> None:
+        """Count responses that do not stream as begun when their first token was predicted."""
+        due = self.due
+        while due and due[0][0] <= now:
+            heapq.heappop(due)[2].presume_first_token()
+
+    def forget_expected(self) -> None:
+        """A response that does not stream has ended; drop the ended ones if they are the most."""
+        self._ended_due += 1
+        if self._ended_due > _MAX_ENDED and 2 * self._ended_due > len(self.due):
+            self.due = [entry for entry in self.due if entry[2].outcome is None]
+            heapq.heapify(self.due)
+            self._ended_due = 0
+
+    def correct_cached(self, entry: LedgerEntry, cached: int) -> None:
+        """The server reports how much of a prompt was cached: believe it, not the index."""
+        r, believed = entry.replica, entry.cached
+        if entry.epoch != self.epochs[r]:
+            return
         block = int(self.replicas[r]["block_size"])
         if cached > 0:
             self._misses[r] = 0
             if not self.caching[r]:
                 self.caching[r] = self._believed(self.backends[r].server)
-        expected = attempt.answer_tokens
+        expected = entry.answer_tokens
         if expected > 0:
             # What is missing of an answer is not evicted, but has never been there: thinking that
             # is not sent back, or an answer that is put into tokens differently the second time.
             self._trust_answers(r, cached > believed - expected // 2)
             believed -= expected
-        elif not self.answers[r] and attempt.arrival.runs.branch_at >= 0:
+        elif not self.answers[r] and entry.arrival.runs.branch_at >= 0:
             self._trust_answers(r, cached > believed + 2 * block)
         if cached >= believed - block:
             return
         # The server evicts what was not used for longest, so whatever the index saw used no later
         # than the run that is missing is gone too.
         index = self.index
-        evict_until(index.entries, index.slots, index.totals, r, attempt.used_at)
+        kernels.evict_until(index.entries, index.slots, index.totals, r, entry.used_at)
         if cached == 0:
             self._misses[r] += 1
             if self._misses[r] >= _NO_CACHE_AFTER:
@@ -401,8 +484,3 @@ def _in_bytes(text: str, span: tuple[int, int]) -> tuple[int, int]:
     """A part of a text, given in characters, in bytes of its encoding."""
     start = len(text[: span[0]].encode(errors="surrogatepass"))
     return start, start + len(text[span[0] : span[1]].encode(errors="surrogatepass"))
-
-
-def _cells(array: Any) -> Any:
-    """An array's numbers one by one, which Python reads and writes faster than the array's."""
-    return memoryview(array)

@@ -1,16 +1,21 @@
-"""The compiled part of the live router: what happens at each decision and to each request.
+"""Compiled code of the live router: what a worker sees, how it decides, what happens to a request.
 
 Everything is entered into the records by the functions of ``view/ledger.py`` and
-``view/prefix_index.py``, as in the simulator. One call does as much as possible, because handing
-arrays to compiled code costs more than most of the work itself.
+``view/prefix_index.py``, as in the simulator. One call does as much as possible, and scalars travel
+in preallocated records (``DECISION``, ``ATTEMPT``), because handing arguments to compiled code
+costs more than most of the work itself.
 
-Content is counted in *units* (see content.py); ``per_token`` is how many of them make a token.
-``keys`` [u + 1] and ``units`` [u + 1] are the runs of a prompt and, at the end, its *branch*: the
-key under which the conversation's previous prompt and its answer were entered, and how much of
-this prompt they can be at most.
+Content is counted in *units* (see intake/prompt_blocks.py). ``keys`` [u + 1] and ``units`` [u + 1]
+are the runs of a prompt and, at the end, its *branch*: the key under which the conversation's
+previous prompt and its answer were entered, and how much of this prompt they can be at most.
+
+Arrays with a dimension of workers are those of :class:`~tailrace.router.state.shared_state
+.SharedState`; the others are the caller's own rows.
 """
 
 # mypy: disallow-untyped-defs=False
+
+import math
 
 import numpy as np
 
@@ -22,11 +27,11 @@ from tailrace.policy.rules import LEARNED, quantities, score
 from tailrace.policy.rules.predicted import predicted_ttft
 from tailrace.view import ledger, prefix_index
 from tailrace.view.prefix_index import PrefixIndex
-from tailrace.view.records import View
+from tailrace.view.records import HISTORY_S, RECENT_WORK_S, View
 from tailrace.view.selection import NO_REPLICA, choose
 
 LEARNED_CODE = LEARNED.code
-#: Below so many runs, walking is as fast as searching.
+#: Up to this many runs, walking is as fast as searching.
 SHORT = 8
 #: No compiled rule: the scores were filled in by a policy written in Python.
 NO_RULE = -1
@@ -38,11 +43,66 @@ MAIN, CANARY, SHADOW, FALLBACK = range(4)
 SCORES, FALLBACK_SCORES, TTFT, SHADOW_SCORES = range(4)
 #: Why a decision is the fallback rule's.
 NO_CAUSE, CAUSE_NAN, CAUSE_RANGE, CAUSE_GUARD, CAUSE_ERROR, CAUSE_TIME = range(6)
-#: Places of ``judge``'s whole results ...
-CHOSEN, RUNNER_UP, CAUSE, REASON, FALLBACK_CHOICE, FEATURE, CACHED = range(7)
-#: ... and of its figures: the reason's two, and what is predicted of the request.
-OURS, THEIRS, CHOSEN_TTFT, PREDICTED_OUTPUT = range(4)
-#: Main reason for the choice against the runner-up; the two figures say it for both.
+#: Scalars of one decision. Each policy has a record of its own for each of its roles, so that the
+#: configuration is written once.
+DECISION = np.dtype(
+    [
+        # about the request
+        ("branch_at", "i8"),  # run from which the branch counts, -1: there is none
+        ("total_units", "i8"),  # units of all runs
+        ("units_per_token", "f8"),
+        ("max_output", "f8"),  # tokens the client allows
+        # results; the fallback rule must decide if ``cause`` is set before
+        ("cause", "i8"),  # why the fallback rule decides
+        ("chosen", "i8"),
+        ("runner_up", "i8"),
+        ("reason", "i8"),
+        ("feature", "i8"),  # first one out of range, -1: none
+        ("cached_tokens", "i8"),  # of the prompt on the chosen replica
+        ("ours", "f8"),  # the reason's number for the chosen replica ...
+        ("theirs", "f8"),  # ... and for the runner-up
+        ("ttft_s", "f8"),  # predicted on the chosen replica
+        ("predicted_output", "f8"),  # tokens
+        # configuration
+        ("worker", "i8"),
+        ("workers", "i8"),
+        ("view_row", "i8"),  # row of the shared arrays that holds what the worker sees
+        ("prior_output", "f8"),  # expected tokens of an answer before any has ended
+        ("row", "i8"),  # of the router records
+        ("code", "i8"),  # of the compiled rule, NO_RULE: none
+        ("lowest_id_wins", "i8"),
+        ("fallback_code", "i8"),
+        ("fallback_lowest_id_wins", "i8"),
+        ("guard_ratio", "f8"),  # inf: no guard
+        ("guard_s", "f8"),
+        ("bounds_at", "i8"),  # where the trained range begins in ``guard``
+    ]
+)
+#: Scalars of one request at one replica, written before each call about it.
+ATTEMPT = np.dtype(
+    [
+        ("replica", "i8"),
+        ("now", "f8"),  # s
+        ("prompt_tokens", "i8"),
+        ("cached_tokens", "i8"),  # as believed when it was sent
+        ("predicted_output", "f8"),  # tokens, as the decision saw it
+        ("branch_at", "i8"),  # as in DECISION
+        ("total_units", "i8"),
+        ("units_per_token", "f8"),
+        ("sent_at", "f8"),  # s
+        ("answering", "i8"),  # 1: its first token is in the ledger
+        ("streamed", "i8"),  # tokens so far
+        ("output", "i8"),  # tokens of a complete answer; -1: there is none to learn from
+    ]
+)
+#: What is believed of a replica's prefix cache.
+BELIEF = np.dtype(
+    [
+        ("caching", "i8"),  # indexes its memory is divided among, one per worker; 0: no cache
+        ("answers", "i8"),  # 1: earlier answers are found in it
+    ]
+)
+#: Main reason for the choice against the runner-up.
 (
     ONLY_ONE, ALIKE, MORE_CACHED, LESS_QUEUED, FASTER, FEWER_ANSWERS, MORE_MEMORY, EARLIER, OTHER,
 ) = range(9)  # fmt: skip
@@ -106,41 +166,98 @@ def _cached_tokens(index, replica, r, prompt, keys, units, branch_at, total, ans
 
 
 @jit
-def cached_on(entries, slots, totals, replicas, r, prompt, keys, units, branch_at, total, answers):
-    """The same from Python."""
-    index = PrefixIndex(entries, slots, totals)
-    return _cached_tokens(index, replicas[r], r, prompt, keys, units, branch_at, total, answers[r])
+def cached_on(
+    entries, slots, totals, replicas, beliefs, r, prompt, keys, units, branch_at, total
+):  # fmt: skip
+    """:func:`_cached_tokens` for callers in Python."""
+    index, answers = PrefixIndex(entries, slots, totals), beliefs[r]["answers"]
+    return _cached_tokens(index, replicas[r], r, prompt, keys, units, branch_at, total, answers)
 
 
 @jit
-def show(
-    request, replicas, routers, entries, slots, totals, caching, answers, keys, units,
-    branch_at, total, per_token, prior_output, most_output,
-):  # fmt: skip
-    """Complete what the router sees for a decision; ``request`` [1] has all that arrived with it.
+def show(decision, request, replicas, routers, entries, slots, totals, beliefs, keys, units):
+    """Fill the row that a worker sees: the sum of what all have sent, the union of their indexes.
 
-    ``caching`` and ``answers`` int64 [n]: whether a replica's cache, and the answers in it, are
-    believed in; the former says among how many indexes its memory is divided. ``most_output``:
-    tokens the client allows.
+    ``request`` [1] holds all that is known of the request but the predicted output. A worker alone
+    sees its own row, so nothing is copied.
     """
-    index = PrefixIndex(entries, slots, totals)
-    router = routers[MAIN]
-    mean = ledger.mean_output(router, prior_output)
-    request[0]["predicted_output"] = min(mean, most_output)
-    prompt = request[0]["prompt_tokens"]
-    for r in range(replicas.size):
-        replica = replicas[r]
-        replica["cached_tokens"] = 0
-        if caching[r] != 0:
-            replica["cached_tokens"] = _cached_tokens(
-                index, replica, r, prompt, keys, units, branch_at, total, answers[r]
-            )
-            replica["index_tokens"] = np.int64(prefix_index.held_tokens(index, r) / per_token)
-    ledger.look(replicas, router, request[0]["now"])
-    for k in range(1, routers.size):
-        rng, cursor = routers[k]["rng"], routers[k]["cursor"]
-        routers[k] = router
-        routers[k]["rng"], routers[k]["cursor"] = rng, cursor
+    d = decision[0]
+    me, workers, n = d["worker"], d["workers"], beliefs.size
+    now, prompt = request[0]["now"], request[0]["prompt_tokens"]
+    own, seen = replicas[me, :n], replicas[d["view_row"], :n]
+    ledger.look(own, routers[me, MAIN], now)
+    _sum_routers(me, workers, routers, routers[d["view_row"]], now)
+    mean = ledger.mean_output(routers[d["view_row"], MAIN], d["prior_output"])
+    request[0]["predicted_output"] = min(mean, d["max_output"])
+    for r in range(n):
+        if workers > 1:
+            seen[r] = own[r]
+        view, belief = seen[r], beliefs[r]
+        view["cached_tokens"] = 0
+        held = np.int64(0)
+        for w in range(workers):
+            if replicas[w, r]["block_size"] == 0:
+                continue  # it does not run
+            if w != me:
+                keep = math.exp(min(0.0, routers[w, MAIN]["looked_at"] - now) / HISTORY_S)
+                _add(view, replicas[w, r], keep)
+            if belief["caching"] != 0:
+                index = PrefixIndex(entries[w], slots[w], totals[w])
+                cached = _cached_tokens(
+                    index, view, r, prompt, keys, units, d["branch_at"], d["total_units"],
+                    belief["answers"],
+                )  # fmt: skip
+                view["cached_tokens"] = max(view["cached_tokens"], cached)
+                held += prefix_index.held_tokens(index, r)
+        if belief["caching"] != 0:
+            view["index_tokens"] = np.int64(held / d["units_per_token"])
+
+
+@jit
+def _sum_routers(me, workers, routers, seen, now):
+    """Sum the router records into ``seen`` [4]; each keeps its own random numbers and cursor."""
+    for k in range(seen.size):
+        rng, cursor = seen[k]["rng"], seen[k]["cursor"]
+        seen[k] = routers[me, MAIN]
+        router = seen[k]
+        router["rng"], router["cursor"] = rng, cursor
+        for w in range(workers):
+            if w != me:
+                other = routers[w, MAIN]
+                keep = math.exp(min(0.0, other["looked_at"] - now) / HISTORY_S)
+                router["decisions"] += other["decisions"]
+                router["finished"] += other["finished"]
+                router["finished_tokens"] += other["finished_tokens"]
+                router["recent_arrivals"] += other["recent_arrivals"] * keep
+
+
+@jit
+def _add(view, other, keep):
+    """Add what another worker has sent to a replica; its moving averages have faded to ``keep``."""
+    if other["queued"] > 0 and (view["queued"] == 0 or other["oldest_sent"] < view["oldest_sent"]):
+        view["oldest_sent"] = other["oldest_sent"]
+    view["in_flight"] += other["in_flight"]
+    view["queued"] += other["queued"]
+    view["queued_tokens"] += other["queued_tokens"]
+    view["queued_uncached"] += other["queued_uncached"]
+    view["queued_since_sum"] += other["queued_since_sum"]
+    view["context_tokens"] += other["context_tokens"]
+    view["answering_prompts"] += other["answering_prompts"]
+    view["predicted_tokens"] += other["predicted_tokens"]
+    view["sent_tokens"] += other["sent_tokens"]
+    view["sent_requests"] += other["sent_requests"]
+    fade = math.exp((other["recent_at"] - view["recent_at"]) / RECENT_WORK_S)
+    view["recent_work"] += other["recent_work"] * fade
+    view["finished"] += other["finished"]
+    view["finished_tokens"] += other["finished_tokens"]
+    view["streamed"] += other["streamed"]
+    view["recent_tokens"] += other["recent_tokens"] * keep
+    view["recent_in_flight"] += other["recent_in_flight"] * keep
+    if other["metrics_at"] > view["metrics_at"]:
+        view["metrics_at"] = other["metrics_at"]
+        view["waiting"] = other["waiting"]
+        view["running"] = other["running"]
+        view["kv_used"] = other["kv_used"]
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -158,74 +275,67 @@ def rate(request, replicas, costs, routers, row, code, params, scores, lowest_id
 
 
 @jit
-def judge(
-    request, replicas, costs, routers, row, code, params, lowest_id_wins, fallback, fallback_params,
-    fallback_lowest, cause, bounds, guard_ratio, guard_s, scores, whole, figures,
-):  # fmt: skip
+def judge(decision, request, replicas, costs, routers, params, guard, scores):
     """Decide: the policy's choice, or the fallback rule's if ``cause`` or the guard says so.
 
-    ``scores`` [4, n], ``whole`` int64 and ``figures`` float64 take the results. ``bounds``
-    float32 [2, F + G] is the range a learned policy was trained in; no columns: unknown.
-    ``guard_ratio`` = inf: no guard.
+    ``replicas`` [n] and ``routers`` [4] are what the worker sees. ``params`` are the policy's.
+    ``guard`` float64: the fallback rule's parameters, then the lowest and the highest value of each
+    feature that a learned policy was trained with (nothing if that is unknown). ``scores`` [4, n]
+    and the results of ``decision`` are filled.
     """
-    n = replicas.size
+    d = decision[0]
+    n, row, cause = replicas.size, d["row"], d["cause"]
     view = View(request[0], replicas, costs, routers[row])
     chosen = NO_REPLICA
-    whole[FEATURE] = -1
+    d["feature"] = -1
     if cause == NO_CAUSE:
         own = scores[SCORES, :n]
-        chosen = rate(request, replicas, costs, routers, row, code, params, own, lowest_id_wins)
+        lowest = d["lowest_id_wins"] != 0
+        chosen = rate(request, replicas, costs, routers, row, d["code"], params, own, lowest)
         if _any_nan(replicas, own):
             cause = CAUSE_NAN
-        elif bounds.shape[1] > 0:
-            whole[FEATURE] = _out_of_range(params, replicas, bounds)
-            if whole[FEATURE] >= 0:
+        elif guard.size > d["bounds_at"]:
+            d["feature"] = _out_of_range(params, replicas, guard[d["bounds_at"] :])
+            if d["feature"] >= 0:
                 cause = CAUSE_RANGE
     for i in range(n):
         scores[TTFT, i] = predicted_ttft(view, i)
     safe = scores[FALLBACK_SCORES, :n]
     other = NO_REPLICA
-    if cause != NO_CAUSE or guard_ratio < np.inf:
+    if cause != NO_CAUSE or d["guard_ratio"] < np.inf:
+        lowest = d["fallback_lowest_id_wins"] != 0
         other = rate(
-            request, replicas, costs, routers, FALLBACK, fallback, fallback_params, safe,
-            fallback_lowest,
+            request, replicas, costs, routers, FALLBACK, d["fallback_code"],
+            guard[: d["bounds_at"]], safe, lowest,
         )  # fmt: skip
     if cause == NO_CAUSE and other != NO_REPLICA:
-        bound = scores[TTFT, other] * guard_ratio + guard_s
+        bound = scores[TTFT, other] * d["guard_ratio"] + d["guard_s"]
         if scores[TTFT, chosen] > bound:
             cause = CAUSE_GUARD
     used = SCORES if cause == NO_CAUSE else FALLBACK_SCORES
     if cause != NO_CAUSE:
         chosen = other
-    whole[CHOSEN] = chosen
-    whole[CAUSE] = cause
-    whole[FALLBACK_CHOICE] = other
-    whole[RUNNER_UP] = _runner_up(replicas, scores[used, :n], chosen)
-    _explain(view, scores, used, whole, figures)
-    figures[PREDICTED_OUTPUT] = request[0]["predicted_output"]
+    d["chosen"] = chosen
+    d["cause"] = cause
+    d["runner_up"] = _runner_up(replicas, scores[used, :n], chosen)
+    _explain(view, scores, used, d)
+    d["predicted_output"] = request[0]["predicted_output"]
     if chosen != NO_REPLICA:
-        whole[CACHED] = replicas[chosen]["cached_tokens"]
-        figures[CHOSEN_TTFT] = scores[TTFT, chosen]
+        d["cached_tokens"] = replicas[chosen]["cached_tokens"]
+        d["ttft_s"] = scores[TTFT, chosen]
     return chosen
 
 
 @jit
 def decide(
-    request, replicas, costs, routers, entries, slots, totals, caching, answers, keys, units,
-    branch_at, total, per_token, prior_output, most_output, row, code, params, lowest_id_wins,
-    fallback, fallback_params, fallback_lowest, bounds, guard_ratio, guard_s, scores, whole,
-    figures,
+    decision, request, replicas, routers, entries, slots, totals, costs, beliefs, keys, units,
+    params, guard, scores,
 ):  # fmt: skip
     """:func:`show` and :func:`judge` in one call, for policies that are compiled."""
-    show(
-        request, replicas, routers, entries, slots, totals, caching, answers, keys, units,
-        branch_at, total, per_token, prior_output, most_output,
-    )  # fmt: skip
-    return judge(
-        request, replicas, costs, routers, row, code, params, lowest_id_wins, fallback,
-        fallback_params, fallback_lowest, NO_CAUSE, bounds, guard_ratio, guard_s, scores, whole,
-        figures,
-    )  # fmt: skip
+    show(decision, request, replicas, routers, entries, slots, totals, beliefs, keys, units)
+    row = decision[0]["view_row"]
+    seen = replicas[row, : beliefs.size]
+    return judge(decision, request, seen, costs, routers[row], params, guard, scores)
 
 
 @jit
@@ -238,20 +348,23 @@ def _any_nan(replicas, scores):
 
 @jit
 def _out_of_range(params, replicas, bounds):
-    """Number of the first feature that lies outside ``bounds``, -1: all lie within."""
+    """Number of the first feature outside its bounds, -1: none.
+
+    ``bounds`` [2 (F + G)]: the lowest values of all features, then the highest.
+    """
     features, globals_ = np.int64(params[a.FEATURES]), np.int64(params[a.GLOBALS])
+    low, high = bounds[: features + globals_], bounds[features + globals_ :]
     f = params.view(np.float32)
     x, g = np.int64(params[a.X]), np.int64(params[a.G])
     for i in range(replicas.size):
         if replicas[i]["available"] == 0:
             continue
         for k in range(features):
-            value = f[x + i * features + k]
-            if not bounds[0, k] <= value <= bounds[1, k]:
+            if not low[k] <= f[x + i * features + k] <= high[k]:
                 return k
-    for k in range(globals_):
-        if not bounds[0, features + k] <= f[g + k] <= bounds[1, features + k]:
-            return features + k
+    for k in range(features, features + globals_):
+        if not low[k] <= f[g + k - features] <= high[k]:
+            return k
     return -1
 
 
@@ -268,42 +381,42 @@ def _runner_up(replicas, scores, chosen):
 
 
 @jit
-def _explain(view, scores, used, whole, figures):
+def _explain(view, scores, used, d):
     """Find what speaks most for the choice against the runner-up, in seconds for this request."""
-    c, u = whole[CHOSEN], whole[RUNNER_UP]
-    whole[REASON] = ONLY_ONE
+    c, u = d["chosen"], d["runner_up"]
+    d["reason"] = ONLY_ONE
     if c == NO_REPLICA or u == NO_REPLICA:
         return
     ours, theirs, request = view.replicas[c], view.replicas[u], view.request
     our_rate = max(1e-9, ours["prefill_tokens_per_s"])
     their_rate = max(1e-9, theirs["prefill_tokens_per_s"])
-    whole[REASON] = ALIKE if scores[used, c] == scores[used, u] else OTHER
+    d["reason"] = ALIKE if scores[used, c] == scores[used, u] else OTHER
     best = 1e-6
     a, b = ours["cached_tokens"], theirs["cached_tokens"]
-    best = _weigh((a - b) / our_rate, best, MORE_CACHED, a, b, whole, figures)
+    best = _weigh((a - b) / our_rate, best, MORE_CACHED, a, b, d)
     a, b = ours["queued_uncached"], theirs["queued_uncached"]
-    best = _weigh(b / their_rate - a / our_rate, best, LESS_QUEUED, a, b, whole, figures)
+    best = _weigh(b / their_rate - a / our_rate, best, LESS_QUEUED, a, b, d)
     gain = (request["prompt_tokens"] - ours["cached_tokens"]) * (1 / their_rate - 1 / our_rate)
-    best = _weigh(gain, best, FASTER, our_rate, their_rate, whole, figures)
+    best = _weigh(gain, best, FASTER, our_rate, their_rate, d)
     a, b = ours["in_flight"], theirs["in_flight"]
     gain = (_decode_s(view, u) - _decode_s(view, c)) * request["predicted_output"]
-    best = _weigh(gain if a < b else 0.0, best, FEWER_ANSWERS, a, b, whole, figures)
+    best = _weigh(gain if a < b else 0.0, best, FEWER_ANSWERS, a, b, d)
     held, others_held = quantities.kv_used(ours), quantities.kv_used(theirs)
     # Memory costs nothing until it runs out: only a nearly full runner-up is worth the word.
     gain = others_held - held if others_held > 0.9 else 0.0
-    best = _weigh(gain, best, MORE_MEMORY, held, others_held, whole, figures)
-    if whole[REASON] == OTHER:
+    best = _weigh(gain, best, MORE_MEMORY, held, others_held, d)
+    if d["reason"] == OTHER:
         a, b = scores[TTFT, c], scores[TTFT, u]
-        _weigh(b - a, best, EARLIER, a, b, whole, figures)
+        _weigh(b - a, best, EARLIER, a, b, d)
 
 
 @jit
-def _weigh(gain, best, reason, ours, theirs, whole, figures):
+def _weigh(gain, best, reason, ours, theirs, d):
     """Take a reason if it gains more than the best so far, s; return what the best gains now."""
     if gain <= best:
         return best
-    whole[REASON] = reason
-    figures[OURS], figures[THEIRS] = ours, theirs
+    d["reason"] = reason
+    d["ours"], d["theirs"] = ours, theirs
     return gain
 
 
@@ -311,20 +424,21 @@ def _weigh(gain, best, reason, ours, theirs, whole, figures):
 
 
 @jit
-def opened(
-    replicas, routers, entries, slots, totals, r, now, prompt, cached, predicted, keys, units,
-    branch_at, total, caching, per_token,
-):  # fmt: skip
-    """A request leaves for replica ``r``; ``predicted`` output as the decision saw it.
+def opened(attempt, replicas, routers, entries, slots, totals, beliefs, keys, units):
+    """A request leaves for a replica.
 
     Returns when the last of the runs it may find cached was used before, s (-inf: there is none),
-    and how many of the ``cached`` tokens are an earlier answer.
+    and how many of the cached tokens are an earlier answer.
     """
-    ledger.sent(replicas[r], prompt, cached, ledger.whole_tokens(predicted), now)
+    t = attempt[0]
+    r, now, prompt, cached = t["replica"], t["now"], t["prompt_tokens"], t["cached_tokens"]
+    branch_at, total = t["branch_at"], t["total_units"]
+    replica, parts = replicas[r], beliefs[r]["caching"]
+    ledger.sent(replica, prompt, cached, ledger.whole_tokens(t["predicted_output"]), now)
     routers[MAIN]["decisions"] += 1
     used_at = -np.inf
     answer = 0
-    if caching[r] != 0:
+    if parts != 0:
         index = PrefixIndex(entries, slots, totals)
         count = keys.size - 1
         if cached > 0:
@@ -334,14 +448,13 @@ def opened(
                 used_at = entries[r, slots[r, slot]]["used_at"]
             if branch_at >= 0:
                 # Of what this index knows: another worker's may have known more.
-                place = replicas[r]
-                own = _cached_tokens(index, place, r, prompt, keys, units, branch_at, total, 1)
-                without = _cached_tokens(index, place, r, prompt, keys, units, -1, total, 0)
+                own = _cached_tokens(index, replica, r, prompt, keys, units, branch_at, total, 1)
+                without = _cached_tokens(index, replica, r, prompt, keys, units, -1, total, 0)
                 answer = max(0, min(cached, own) - without)
         if branch_at >= 0:
             # The blocks of this prompt take the place of the turn before and its answer.
             _remove(entries[r], slots[r], totals[r], keys[count])
-        capacity = np.int64(replicas[r]["capacity_tokens"] * per_token) // caching[r]
+        capacity = np.int64(replica["capacity_tokens"] * t["units_per_token"]) // parts
         prefix_index.insert(index, r, keys[:count], units[:count], capacity, now)
     return used_at, answer
 
@@ -369,21 +482,21 @@ def answered(replicas, r, prompt, cached, sent_at, streamed):
 
 @jit
 def ended(
-    request, replicas, costs, routers, entries, slots, totals, r, now, prompt, cached, predicted,
-    sent_at, answering, streamed, output, keys, units, caching, per_token,
+    attempt, request, replicas, costs, routers, entries, slots, totals, beliefs, keys, units
 ):  # fmt: skip
-    """A request ended. ``output`` >= 0: well, after so many tokens; -1: it was lost on the way.
+    """A request has ended, or was lost on the way.
 
-    ``answering`` and ``streamed`` say whether and how far it is in the ledger as answering.
     Returns the seconds of an iteration with all that were in flight there, this one included.
     """
-    replica = replicas[r]
+    t = attempt[0]
+    r, prompt, streamed, output = t["replica"], t["prompt_tokens"], t["streamed"], t["output"]
+    replica, parts = replicas[r], beliefs[r]["caching"]
     decode_s = _decode_s(View(request[0], replicas, costs, routers[MAIN]), r)
-    if answering == 0:
-        ledger.answering(replica, prompt, cached, sent_at)
+    if t["answering"] == 0:
+        ledger.answering(replica, prompt, t["cached_tokens"], t["sent_at"])
     else:
         replica["context_tokens"] -= prompt + streamed
-    expected = ledger.whole_tokens(predicted)
+    expected = ledger.whole_tokens(t["predicted_output"])
     if output < 0:
         replica["in_flight"] -= 1
         replica["answering_prompts"] -= prompt
@@ -392,12 +505,26 @@ def ended(
         replica["finished_tokens"] += streamed
         return decode_s
     ledger.finished(replica, routers[MAIN], prompt, expected, output)
-    if caching[r] != 0:
+    if parts != 0:
         count = keys.size - 1
         last = units[count - 1]
-        units[count - 1] = last + np.int64(output * per_token)  # it continues the last run
-        capacity = np.int64(replica["capacity_tokens"] * per_token) // caching[r]
+        units[count - 1] = last + np.int64(output * t["units_per_token"])  # continues the last run
+        capacity = np.int64(replica["capacity_tokens"] * t["units_per_token"]) // parts
         index = PrefixIndex(entries, slots, totals)
-        prefix_index.insert(index, r, keys[:count], units[:count], capacity, now)
+        prefix_index.insert(index, r, keys[:count], units[:count], capacity, t["now"])
         units[count - 1] = last
     return decode_s
+
+
+@jit
+def evict_until(entries, slots, totals, r, used_at):
+    """Forget the runs that replica ``r`` last used at ``used_at`` (s) or before; return how many.
+
+    The server has evicted them.
+    """
+    evicted = 0
+    mine, totals_r = entries[r], totals[r]
+    while totals_r["count"] > 0 and mine[mine[0]["newer"]]["used_at"] <= used_at:
+        prefix_index._evict_oldest(mine, slots[r], totals_r)
+        evicted += 1
+    return evicted

@@ -23,7 +23,7 @@ class Sessions:
     """The latest ``most`` conversations."""
 
     shared = False
-    """Whether others are told of them."""
+    """Whether other workers read them, so that changes must be published."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -55,33 +55,33 @@ class Sessions:
         if len(known) > self._most:
             del known[next(iter(known))]
 
-    def entered(self, key: str | int, session: Session) -> None:
-        """A conversation's request was sent; there is nobody to tell."""
+    def publish(self, key: str | int, session: Session) -> None:
+        """Make a conversation known to other workers: here there are none."""
 
 
 class SharedSessions(Sessions):
     """Conversations whose requests may come to any of several workers.
 
-    The table they share has one place per key, so that a newer conversation may take an older
-    one's; then only the worker that has seen the older one remembers it.
+    The shared table is direct-mapped: a newer conversation may take an older one's place, and then
+    only the worker that has seen the older one remembers it.
     """
 
     shared = True
 
     def __init__(self, most: int, cells: Any, worker: int, workers: int) -> None:
-        """``cells``: the numbers of the shared table, see shared_state.py."""
+        """``cells``: the shared table as single numbers, see ``SharedState.sessions``."""
         super().__init__(most)
         self._cells = cells
         self._numbers = itertools.count(worker, workers)
 
     def of(self, session_id: str) -> Session:
-        """Return the conversation of an id as whoever had it last has left it."""
+        """Return the conversation of an id as the last worker that had it left it."""
         session = super().of(session_id)
         self._catch_up(_key(session_id), session)
         return session
 
     def find(self, key: int) -> Session | None:
-        """Return the conversation whose latest prompt had this content, if anybody remembers."""
+        """Return the conversation whose latest prompt had this content, if any worker remembers."""
         session = self._known.get(key)
         if session is None:
             found = Session(-1)
@@ -89,18 +89,18 @@ class SharedSessions(Sessions):
                 return found
         return session
 
-    def entered(self, key: str | int, session: Session) -> None:
-        """Tell the others."""
+    def publish(self, key: str | int, session: Session) -> None:
+        """Make a conversation known to other workers."""
         number = _key(key) if isinstance(key, str) else key
         at = number % SESSIONS * SESSION_CELLS
         cells = self._cells
-        cells[at] = 0  # whoever reads now finds nothing
+        cells[at] = 0  # a reader finds nothing until the row is complete
         cells[at + 1], cells[at + 2] = session.number, session.last_replica + 1
         cells[at + 3] = session.turns
         cells[at] = number
 
     def _catch_up(self, key: int, session: Session) -> bool:
-        """Take over what the others know, if it is more."""
+        """Take over what other workers know, if it is more."""
         cells, at = self._cells, key % SESSIONS * SESSION_CELLS
         if cells[at] != key or cells[at + 3] <= session.turns:
             return False

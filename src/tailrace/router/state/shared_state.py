@@ -1,9 +1,9 @@
-"""The records of all workers of one router, in memory they share.
+"""State of all workers of one router.
 
-Each worker writes its own rows and reads everybody's, so nothing is locked and nothing of a worker
+Each worker writes its own rows and reads everybody's, so nothing is locked, and nothing of a worker
 that dies is left behind: its rows are cleared. What is read while it is being written is at worst a
-figure from a moment ago. Routers that know nothing of each other's prompts lose far more than that
-(docs/router-speed.md).
+number from a moment ago. Routers that know nothing of each other's prompts lose far more than that
+(docs/router-speed.md). A router alone is one worker, and its state is ordinary memory.
 """
 
 import mmap
@@ -27,7 +27,8 @@ ROUTER_ROWS = 4
 SESSIONS = 1 << 16
 #: Key, number, last replica + 1, turns.
 SESSION_CELLS = 4
-#: Replicas there is room for beyond twice those at the start: a reload may add some.
+#: Replicas that several workers have room for beyond twice those at the start: a reload may add
+#: some.
 SPARE = 16
 MAX_INDEX_ENTRIES = 1 << 18
 
@@ -38,49 +39,90 @@ def index_entries(capacity_tokens: NDArray[np.int64]) -> int:
     return min(max(4096, int(capacity_tokens.max(initial=0)) // 32), MAX_INDEX_ENTRIES)
 
 
-def new_shared_state(backends: Sequence[BackendSettings], workers: int) -> "SharedState":
-    """Return an empty state for this many workers in front of these backends."""
+def memory_of(array: Any) -> Any:
+    """Return an array's memory, which Python and ``struct`` access faster than NumPy does."""
+    return memoryview(array)
+
+
+def new_shared_state(backends: Sequence[BackendSettings], workers: int = 1) -> "SharedState":
+    """Return the empty state of ``workers`` workers in front of these backends."""
     capacity = idle_views([backend.server for backend in backends])["capacity_tokens"]
     return SharedState(workers, len(backends), index_entries(capacity))
 
 
 class SharedState:
-    """Rows of every worker."""
+    """Rows of every worker: ``w`` workers, room for ``n`` replicas with ``e`` index entries each.
+
+    With several workers, row ``w + i`` of ``replicas`` and ``routers`` holds what worker ``i``
+    sees: the sum of all rows as of its latest decision. One worker alone sees its own row.
+    """
+
+    replicas: NDArray[np.void]  #: [2 w or 1, n] REPLICA_VIEW
+    routers: NDArray[np.void]  #: [2 w or 1, ROUTER_ROWS] ROUTER
+    entries: NDArray[np.void]  #: [w, n, e + 1] ENTRY: the prefix indexes, see view/prefix_index.py
+    slots: NDArray[np.int32]  #: [w, n, s]
+    totals: NDArray[np.void]  #: [w, n] TOTALS
+    sessions: NDArray[np.uint64]  #: [SESSIONS * SESSION_CELLS]; empty for one worker
 
     def __init__(self, workers: int, replicas: int, entries: int) -> None:
         """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index."""
         self.workers = workers
-        self.room = room = 2 * replicas + SPARE
+        alone = workers == 1  # then it can grow, see with_room
+        self.room = room = replicas if alone else 2 * replicas + SPARE
+        rows = 1 if alone else 2 * workers
         # All-zero memory is an empty index; pages that are never written take no memory.
-        like = prefix_index.new_index(1, entries)
-        slots = like.slots.shape[1]
+        slots = prefix_index.new_index(1, entries).slots.shape[1]
         parts: list[tuple[Any, tuple[int, ...]]] = [
-            (REPLICA_VIEW, (workers, room)),
-            (ROUTER, (workers, ROUTER_ROWS)),
+            (REPLICA_VIEW, (rows, room)),
+            (ROUTER, (rows, ROUTER_ROWS)),
             (prefix_index.ENTRY, (workers, room, entries + 1)),
             (np.dtype(np.int32), (workers, room, slots)),
             (prefix_index.TOTALS, (workers, room)),
-            (np.dtype(np.uint64), (SESSIONS * SESSION_CELLS,)),
+            (np.dtype(np.uint64), (0 if alone else SESSIONS * SESSION_CELLS,)),
         ]
-        sizes = [-(-dtype.itemsize * int(np.prod(shape)) // 64) * 64 for dtype, shape in parts]
-        self._memory = mmap.mmap(-1, sum(sizes))
-        arrays: list[NDArray[Any]] = []
-        at = 0
-        for (dtype, shape), size in zip(parts, sizes, strict=True):
-            flat = np.frombuffer(self._memory, dtype, int(np.prod(shape)), at)
-            arrays.append(flat.reshape(shape))
-            at += size
+        arrays = [np.zeros(shape, dtype) for dtype, shape in parts] if alone else _mapped(parts)
         self.replicas, self.routers, self.entries, self.slots, self.totals, self.sessions = arrays
 
+    @property
+    def index_entries(self) -> int:
+        """Runs that each replica's prefix index has room for."""
+        return int(self.entries.shape[2]) - 1
+
     def of(self, worker: int) -> "WorkerView":
-        """Return one worker's place."""
+        """Return the state as one worker sees it."""
         return WorkerView(self, worker)
 
     def clear(self, worker: int) -> None:
-        """Forget all about a worker."""
+        """Forget everything about a worker."""
         for rows in (self.replicas, self.routers, self.slots, self.totals):
             rows[worker] = np.zeros((), rows.dtype)
         self.entries[worker, :, 0] = np.zeros((), self.entries.dtype)  # the heads of the lists
+
+    def with_room(self, replicas: int, entries: int) -> "SharedState":
+        """Return the state of one worker alone with room for more replicas or larger indexes.
+
+        The prefix indexes start empty if their size changes; they are learned again.
+        """
+        grown = SharedState(1, replicas, entries)
+        grown.replicas[:, : self.room] = self.replicas
+        grown.routers[:] = self.routers
+        if entries == self.index_entries:
+            for name in ("entries", "slots", "totals"):
+                getattr(grown, name)[:, : self.room] = getattr(self, name)
+        return grown
+
+
+def _mapped(parts: list[tuple[Any, tuple[int, ...]]]) -> list[NDArray[Any]]:
+    """All-zero arrays in memory that forked processes share."""
+    sizes = [-(-dtype.itemsize * int(np.prod(shape)) // 64) * 64 for dtype, shape in parts]
+    memory = mmap.mmap(-1, sum(sizes))
+    arrays: list[NDArray[Any]] = []
+    at = 0
+    for (dtype, shape), size in zip(parts, sizes, strict=True):
+        flat = np.frombuffer(memory, dtype, int(np.prod(shape)), at)
+        arrays.append(flat.reshape(shape))
+        at += size
+    return arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +133,27 @@ class WorkerView:
     worker: int
 
     @property
-    def own_routers(self) -> NDArray[np.void]:
-        """Its own router records."""
-        rows: NDArray[np.void] = self.shared.routers[self.worker]
-        return rows
+    def view_row(self) -> int:
+        """Row of ``replicas`` and ``routers`` that holds what the worker sees."""
+        alone = self.shared.workers == 1
+        return self.worker if alone else self.shared.workers + self.worker
 
-    def own_replicas(self, count: int) -> NDArray[np.void]:
-        """Return its own records of the first ``count`` replicas."""
+    def replicas(self, count: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """Return the worker's own records of the first ``count`` replicas, and those it sees."""
         if count > self.shared.room:
             raise TailraceError(
                 f"there is room for {self.shared.room} backends in all, those taken out included; "
                 "restart the router to have more"
             )
-        return self.shared.replicas[self.worker, :count]
+        rows = self.shared.replicas
+        return rows[self.worker, :count], rows[self.view_row, :count]
 
-    def own_index(self, count: int) -> PrefixIndex:
-        """Return its own prefix index of the first ``count`` replicas."""
-        b, w = self.shared, self.worker
-        return PrefixIndex(b.entries[w, :count], b.slots[w, :count], b.totals[w, :count])
+    def routers(self) -> tuple[NDArray[np.void], NDArray[np.void]]:
+        """Return the worker's own router records, and those it sees."""
+        rows = self.shared.routers
+        return rows[self.worker], rows[self.view_row]
+
+    def index(self, count: int) -> PrefixIndex:
+        """Return the worker's own prefix index of the first ``count`` replicas."""
+        s, w = self.shared, self.worker
+        return PrefixIndex(s.entries[w, :count], s.slots[w, :count], s.totals[w, :count])

@@ -31,7 +31,6 @@ LONG_KERNELS: frozenset[str] = frozenset()
 #: Class names that still stand for several things.
 SHARED_NAMES = frozenset(
     {
-        "Answer",
         "Batch",
         "Book",
         "Cell",

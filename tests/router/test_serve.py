@@ -319,6 +319,21 @@ def test_the_end_has_a_limit() -> None:
     run(test())
 
 
+def test_an_admin_connection_outlives_the_first_sweep() -> None:
+    async def test() -> None:
+        async with world(1) as w:
+            assert w.router.admin_at is not None
+            client = Client(*await asyncio.open_connection(*w.router.admin_at))
+            while not w.router.admin.clients:
+                await asyncio.sleep(0)
+            w.router.sweep(w.clock())
+            client.send(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert (await client.answer()).status == 200
+            client.writer.close()
+
+    run(test())
+
+
 def test_probes_take_out_what_does_not_answer() -> None:
     async def test() -> None:
         async with world(2) as w:

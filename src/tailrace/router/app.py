@@ -34,7 +34,7 @@ from tailrace.router.state.shared_state import WorkerView
 #: How often time limits are checked, in s.
 SWEEP_S = 0.1
 #: How often a stopping router checks whether all clients have gone, in s.
-STOP_LOOK_S = 0.02
+STOP_POLL_S = 0.02
 BACKLOG = 4096
 
 _log = logging.getLogger("tailrace.router")
@@ -77,7 +77,7 @@ class Router:
         # What a listener needs (net.server.Service).
         self.limits = settings.limits
         self.heads = RequestHeadCache()
-        self.now = self.dispatcher.context.now = clock()
+        self.now = self.admin.now = self.dispatcher.context.now = clock()
         self.clients: set[ClientConnection] = set()
         self._load = load
         self._servers: list[asyncio.AbstractServer] = []
@@ -233,7 +233,7 @@ class Router:
             client.shutdown()
         limit = self.clock() + drain_s
         while self.clients and self.clock() < limit:  # responses may still be on their way out
-            await asyncio.sleep(STOP_LOOK_S)
+            await asyncio.sleep(STOP_POLL_S)
         if self.dispatcher.active:
             _log.warning("cut off", extra={"requests": len(self.dispatcher.active)})
         self._abort()

@@ -24,7 +24,8 @@ COUNTS_BY_VALUE = ("requests", "fallbacks", "retries", "shed", "prompts", "figur
 def keys(value: Any, path: str = "") -> set[str]:
     """All keys as paths; entries of a list have one path."""
     if isinstance(value, list):
-        return set().union(*(keys(entry, f"{path}[]") for entry in value))
+        entries = [entry for entry in value if isinstance(entry, dict)]
+        return {path}.union(*(keys(entry, f"{path}[]") for entry in entries))
     if not isinstance(value, dict) or path.rpartition(".")[2] in COUNTS_BY_VALUE:
         return {path}
     return set().union(*(keys(entry, f"{path}.{key}".lstrip(".")) for key, entry in value.items()))

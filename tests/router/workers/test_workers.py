@@ -29,7 +29,7 @@ from tailrace.errors import TailraceError
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.workers import aggregate
 from tailrace.router.workers.peer_workers import WorkerResponse
-from tailrace.router.workers.supervisor import Lines, Supervisor, reserve
+from tailrace.router.workers.supervisor import Supervisor, SupervisorPipes, reserve
 from tailrace.router.workers.worker import part_of
 
 # ---- real processes -----------------------------------------------------------------------------
@@ -157,14 +157,14 @@ def test_workers_do_not_outlive_their_supervisor(tmp_path: Path) -> None:
 # ---- the supervisor -----------------------------------------------------------------------------
 
 
-def supervised(folder: Path, count: int, work: Any) -> int:
+def supervised(folder: Path, count: int, work: Any, grace_s: float = 5.0) -> int:
     """Run a supervisor in a process of its own; return that process."""
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
             sys.stderr = (folder / "errors").open("w")
-            code = Supervisor(count, work, drain_s=0.1).run(
+            code = Supervisor(count, work, drain_s=0.1, grace_s=grace_s).run(
                 lambda: (folder / "started").touch(exist_ok=False)
             )
         finally:
@@ -177,10 +177,10 @@ def exit_code(pid: int) -> int:
 
 
 def test_a_worker_that_cannot_start_ends_all(tmp_path: Path) -> None:
-    def work(number: int, lines: Lines) -> int:
+    def work(number: int, pipes: SupervisorPipes) -> int:
         if number == 1:
             raise TailraceError("not possible")
-        lines.say_ready()
+        pipes.report_ready()
         signal.pause()
         return 0
 
@@ -191,22 +191,16 @@ def test_a_worker_that_cannot_start_ends_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_one_that_does_not_end_is_killed(tmp_path: Path, sent: int, code: int) -> None:
-    def work(number: int, lines: Lines) -> int:
+    def work(number: int, pipes: SupervisorPipes) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        lines.say_ready()
+        pipes.report_ready()
         while True:
             time.sleep(10)
 
-    import tailrace.router.workers.supervisor as module
-
-    module._GRACE_S = 0.1
-    try:
-        pid = supervised(tmp_path, 2, work)
-        until("the start", (tmp_path / "started").exists)
-        os.kill(pid, sent)
-        assert exit_code(pid) == code
-    finally:
-        module._GRACE_S = 5.0
+    pid = supervised(tmp_path, 2, work, grace_s=0.1)
+    until("the start", (tmp_path / "started").exists)
+    os.kill(pid, sent)
+    assert exit_code(pid) == code
 
 
 def test_a_port_in_use_is_told() -> None:

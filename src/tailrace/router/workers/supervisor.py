@@ -24,26 +24,26 @@ from tailrace.router.settings import address
 #: A worker that lived for less is restarted after a pause that doubles each time, up to this, s.
 SOON_S, LONGEST_PAUSE_S = 10.0, 5.0
 _FIRST_PAUSE_S = 0.1
-#: Beyond the time that requests have to end in, s.
-_GRACE_S = 5.0
+#: Time to end beyond the one for requests, s.
+GRACE_S = 5.0
 _SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
-#: How often it is looked whether anything is due, s.
-_LOOK_S = 0.2
+#: Longest wait for a signal, s.
+_POLL_S = 0.2
 
 _log = logging.getLogger("tailrace.router")
 
 
 @dataclass(slots=True)
-class Lines:
-    """What ties a worker to its supervisor: file descriptors, to be closed by nobody else."""
+class SupervisorPipes:
+    """File descriptors of the pipes between a worker and its supervisor, which owns them."""
 
     ready: int
-    """Written to once it serves."""
+    """The worker writes to it once it serves."""
     parent: int
-    """At its end as soon as the supervisor is gone."""
+    """Reaches its end when the supervisor is gone."""
 
-    def say_ready(self) -> None:
-        """Tell the supervisor that requests are served."""
+    def report_ready(self) -> None:
+        """Report to the supervisor that requests are served."""
         os.write(self.ready, b"1")
 
 
@@ -56,19 +56,23 @@ class _Worker:
 
 
 class Supervisor:
-    """Runs ``work(number, lines)`` in each of ``count`` processes; it returns an exit code."""
+    """Runs ``work(number, pipes)`` in each of ``count`` processes; it returns an exit code."""
 
     def __init__(
         self,
         count: int,
-        work: Callable[[int, Lines], int],
+        work: Callable[[int, SupervisorPipes], int],
         *,
         drain_s: float,
         lost: Callable[[int], None] = lambda _: None,
+        grace_s: float = GRACE_S,
     ) -> None:
-        """``lost`` is told the number of a worker that has died, before it is started again."""
+        """``lost`` is called with the number of a worker that died, before it is restarted.
+
+        ``grace_s``: how long after ``drain_s`` workers that have not ended are killed.
+        """
         self._work = work
-        self._drain_s = drain_s
+        self._end_within_s = drain_s + grace_s
         self._lost = lost
         self._workers = [_Worker() for _ in range(count)]
         self._ready_in, self._ready_out = os.pipe()
@@ -103,15 +107,15 @@ class Supervisor:
         worker.pid, worker.started_at, worker.due_at = pid, time.monotonic(), 0.0
 
     def _become(self, number: int, mask: set[int | signal.Signals]) -> NoReturn:
-        """Be a worker, in the new process; nothing of the supervisor's may run here afterwards."""
+        """Run a worker in the new process; the supervisor's code must not run here after."""
         code = 1
         try:
             os.close(self._ready_in)
             os.close(self._parent_out)
-            # Ctrl-C reaches all processes of a terminal; what it means is the supervisor's to say.
+            # Ctrl-C reaches all processes of a terminal; only the supervisor acts on it.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            code = self._work(number, Lines(self._ready_out, self._parent_in))
+            code = self._work(number, SupervisorPipes(self._ready_out, self._parent_in))
         except TailraceError as error:
             print(f"error: {error}", file=sys.stderr)
         except BaseException:
@@ -123,10 +127,10 @@ class Supervisor:
             os._exit(code)
 
     def _until_ready(self) -> int | None:
-        """Wait until all serve; return an exit code if one does not come so far."""
+        """Wait until all serve; return an exit code if one ends before."""
         ready = 0
         while ready < len(self._workers):
-            found, _, _ = select.select([self._ready_in], [], [], _LOOK_S)
+            found, _, _ = select.select([self._ready_in], [], [], _POLL_S)
             if found:
                 ready += len(os.read(self._ready_in, 64))
             elif self._reap():
@@ -137,7 +141,7 @@ class Supervisor:
         return None
 
     def _reap(self) -> list[int]:
-        """Take note of workers that have ended; return their numbers."""
+        """Collect workers that have ended; return their numbers."""
         ended = []
         for number, worker in enumerate(self._workers):
             if worker.pid and os.waitpid(worker.pid, os.WNOHANG)[0]:
@@ -147,13 +151,13 @@ class Supervisor:
 
     def _watch(self, mask: set[int | signal.Signals]) -> int:
         while True:
-            received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+            received = signal.sigtimedwait(_SIGNALS, _POLL_S)
             what = received.si_signo if received is not None else 0
             if what in (signal.SIGTERM, signal.SIGINT):
                 self._end(signal.SIGTERM)
                 return 130 if what == signal.SIGINT else 0
             if what == signal.SIGHUP:
-                self._tell(signal.SIGHUP)
+                self._signal_all(signal.SIGHUP)
             now = time.monotonic()
             for number in self._reap():
                 self._died(number, now)
@@ -173,22 +177,22 @@ class Supervisor:
         self._lost(number)
         _log.error("a worker has ended and is started again", extra={"worker": number})
 
-    def _tell(self, what: signal.Signals) -> None:
+    def _signal_all(self, what: signal.Signals) -> None:
         for worker in self._workers:
             if worker.pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(worker.pid, what)
 
     def _end(self, what: signal.Signals) -> None:
-        """Let all workers finish; being asked again makes them hurry."""
-        self._tell(what)
-        limit = time.monotonic() + self._drain_s + _GRACE_S
+        """Let all workers finish; a second signal makes them abort."""
+        self._signal_all(what)
+        limit = time.monotonic() + self._end_within_s
         while any(worker.pid for worker in self._workers):
             if time.monotonic() > limit:
-                self._tell(signal.SIGKILL)
-            received = signal.sigtimedwait(_SIGNALS, _LOOK_S)
+                self._signal_all(signal.SIGKILL)
+            received = signal.sigtimedwait(_SIGNALS, _POLL_S)
             if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
-                self._tell(what)
+                self._signal_all(what)
             self._reap()
 
 

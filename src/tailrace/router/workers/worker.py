@@ -27,7 +27,7 @@ from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
 from tailrace.router.workers import aggregate
 from tailrace.router.workers.peer_workers import PeerRequest, PeerWorkers
-from tailrace.router.workers.supervisor import Lines, Supervisor, reserve
+from tailrace.router.workers.supervisor import Supervisor, SupervisorPipes, reserve
 
 Load = Callable[[], ServeSettings]
 Warn = Callable[[str, str], None]
@@ -58,13 +58,13 @@ def serve_several(
     Chooser(ClusterState(settings.backends, worker_view=shared.of(0)), settings.routing).close()
     with tempfile.TemporaryDirectory(prefix="tailrace-") as folder:
 
-        def work(number: int, lines: Lines) -> int:
+        def work(number: int, pipes: SupervisorPipes) -> int:
             again = None if load is None else lambda: part_of(load(), number, count)
             part, worker_view = part_of(settings, number, count), shared.of(number)
             router = Router(part, load=again, salt=salt, worker_view=worker_view)
             peers = PeerWorkers(Path(folder), number, count)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(_serve(router, peers, lines, failing))
+                return runner.run(_serve(router, peers, pipes, failing))
 
         supervisor = Supervisor(count, work, drain_s=settings.drain_s, lost=shared.clear)
         try:
@@ -101,20 +101,20 @@ def part_of(settings: ServeSettings, number: int, count: int) -> ServeSettings:
     )
 
 
-async def _serve(router: Router, peers: PeerWorkers, lines: Lines, failing: Warn) -> int:
+async def _serve(router: Router, peers: PeerWorkers, pipes: SupervisorPipes, failing: Warn) -> int:
     loop = asyncio.get_running_loop()
 
     def orphaned() -> None:
-        loop.remove_reader(lines.parent)
+        loop.remove_reader(pipes.parent)
         os.kill(os.getpid(), signal.SIGTERM)
 
     try:
-        loop.add_reader(lines.parent, orphaned)
+        loop.add_reader(pipes.parent, orphaned)
         for backend, why in await router.probe():
             if peers.number == 0:  # they would all say the same
                 failing(backend.settings.url, why)
         await join_peers(router, peers)
-        return await router.run(lines.say_ready)
+        return await router.run(pipes.report_ready)
     finally:
         await router.stop()
 

@@ -26,6 +26,8 @@ from tailrace.router.intake.request_body import read_request
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.cluster import Attempt, ClusterState
+from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim import engine as kernel
 
@@ -117,7 +119,7 @@ def against_lookahead(scenario: str, decisions: int) -> dict[str, Any]:
     requests = WARMUP + decisions * EVERY
     workload = given.workload.model_copy(update={"requests": requests})
     given = given.model_copy(update={"workload": workload})
-    run = simulation(given, scenarios.resolve_rate(given), LOOK_SEED, lookahead=True)
+    run = simulation(given, resolve_rate(given), LOOK_SEED, lookahead=True)
     fleet, tables = run.arrays
     policies = {name: _compiled(name) for name in ("tailrace", "lookahead")}
     taken: dict[str, list[float]] = {name: [] for name in policies}

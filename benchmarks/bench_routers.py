@@ -34,6 +34,7 @@ from tailrace.router.settings import BackendSettings
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
+from tailrace.saturation import resolve_rate
 from tailrace.view.devices import resolved
 from tailrace.workload.library import from_settings
 from tailrace.workload.table import RequestTable
@@ -188,7 +189,7 @@ def measure(
 ) -> dict[str, Any]:
     """Serve the same requests by 1, 2 and 4 routers."""
     found: dict[str, Any] = {}
-    rate = scenarios.resolve_rate(scenario)
+    rate = resolve_rate(scenario)
     workload = scenario.workload.model_copy(update={"requests": options.requests})
     for routers in options.routers:
         ttft, e2e = [], []

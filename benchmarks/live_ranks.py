@@ -30,6 +30,7 @@ from tailrace.bench.load import run_load
 from tailrace.config import Scenario
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.evaluate.measure.runner import run, traffic
+from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.seeds import Purpose, seeds
 from tailrace.terminal.tables import Column, number, print_columns
 
@@ -79,7 +80,7 @@ def config_of(scenario: Scenario, urls: Sequence[str]) -> str:
 
 def live(scenario: Scenario, policy: str, seed: int) -> dict[str, Any]:
     """Play a scenario with real time and real HTTP."""
-    table = traffic(scenario, scenarios.resolve_rate(scenario), seed)
+    table = traffic(scenario, resolve_rate(scenario), seed)
     with (
         tempfile.TemporaryDirectory() as folder,
         started("emulate", "--scenario", scenario.name, "--port", "0", "--json") as emulator,
@@ -98,7 +99,7 @@ def live(scenario: Scenario, policy: str, seed: int) -> dict[str, Any]:
 
 def simulated(scenario: Scenario, policy: str, seed: int) -> dict[str, Any]:
     """Play the same in the simulator."""
-    result = run(scenario, policy, scenarios.resolve_rate(scenario), seed)
+    result = run(scenario, policy, resolve_rate(scenario), seed)
     summary = summarise(result, WARMUP)
     return {
         "cost_s": summary.cost_s,
@@ -117,7 +118,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=seeds(Purpose.TUNING, 1)[0])
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    loaded = scenarios.with_capacity(scenarios.load(given.scenario))
+    loaded = with_capacity(scenarios.load(given.scenario))
     workload = loaded.workload.model_copy(update={"requests": given.requests})
     scenario = loaded.model_copy(update={"workload": workload})
     rows: list[dict[str, Any]] = []

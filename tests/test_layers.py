@@ -23,6 +23,7 @@ LAYERS = (
     ("policy.learned",),
     ("policy",),
     ("sim",),
+    ("saturation",),
     ("env",),
     ("evaluate.measure",),
     ("evaluate.explain",),
@@ -59,12 +60,10 @@ LAYERS = (
 #: Imports against the flow that are still there, as "importer -> imported". It only shrinks.
 ALLOWED = frozenset(
     {
-        "evaluate.measure.cells -> evaluate.judge.baselines",
         "learn.external_worlds -> integrations.live_training.router",
         "learn.external_worlds -> integrations.vidur",
         "learn.external_worlds -> integrations.vidur.limits",
         "learn.external_worlds -> integrations.vidur.rollout",
-        "scenario -> evaluate.search.capacity",
     }
 )
 
@@ -149,7 +148,6 @@ def test_no_modules_import_each_other_in_a_circle():
 #: Modules that still import each other in a circle.
 KNOTTED = frozenset(
     {
-        "evaluate.search.capacity",
         "integrations.live_training.process",
     }
 )

@@ -3,7 +3,6 @@ import pytest
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.search.capacity import saturation_rps
 
 TRAINING_SET = {
     "uniform-chat-30", "uniform-chat-80", "uniform-chat-95", "mixed-speed", "hot-sessions",
@@ -23,12 +22,6 @@ def test_every_shipped_scenario_loads(name):
     assert scenario.name == name
     assert scenario.description
     assert scenario.capacity_rps is not None
-
-
-@pytest.mark.compiled
-def test_a_stored_capacity_is_the_measured_one():
-    scenario = scenarios.load("uniform-chat-80")
-    assert saturation_rps(scenario) == pytest.approx(scenario.capacity_rps, rel=1e-3)
 
 
 def test_unknown_scenarios_name_the_nearest():
@@ -61,28 +54,6 @@ def test_bad_files(tmp_path, text, message):
 def test_a_missing_file_is_said_in_a_sentence(tmp_path):
     with pytest.raises(TailraceError, match=r"cannot read .*No such file"):
         scenarios.load(tmp_path / "none.toml")
-
-
-def test_rate_comes_before_load_and_load_before_the_own_pace():
-    def rate(**workload):
-        data = {"workload": workload, "capacity_rps": 20.0}
-        return scenarios.resolve_rate(scenarios.build(data))
-
-    assert rate(rate=3.0, load=0.5) == 3.0
-    assert rate(load=0.5) == 10.0
-    assert rate() == 16.0
-    assert rate(name="requests.csv") is None
-
-
-def test_a_capacity_is_measured_only_where_the_rate_depends_on_it(monkeypatch):
-    monkeypatch.setattr("tailrace.evaluate.search.capacity.saturation_rps", lambda _: 10.0)
-
-    def capacity(**workload):
-        return scenarios.with_capacity(scenarios.build({"workload": workload})).capacity_rps
-
-    assert capacity(load=0.5) == 10.0
-    assert capacity(rate=3.0) is None
-    assert capacity(name="requests.csv") is None
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Scenarios by name or file: reading, the rate they ask for, and their traffic.
+"""Scenarios by name or file: reading them, and storing a measured capacity in a file.
 
 A scenario is a TOML file of the settings in :class:`tailrace.config.Scenario`. The shipped ones
 stand in ``tailrace/scenarios``.
@@ -81,40 +81,6 @@ def is_request_file(name: str) -> bool:
 def same_capacity(a: Scenario, b: Scenario) -> bool:
     """Whether a capacity measured for one scenario holds for the other."""
     return (a.cluster, a.engine, a.workload.name) == (b.cluster, b.engine, b.workload.name)
-
-
-def capacity_rps(scenario: Scenario) -> float:
-    """Return the scenario's capacity in requests/s: the stored one, else measured now."""
-    if scenario.capacity_rps is not None:
-        return scenario.capacity_rps
-    from tailrace.evaluate.search.capacity import (
-        saturation_rps,  # needs the simulator: slow to import
-    )
-
-    return saturation_rps(scenario)
-
-
-def resolve_rate(scenario: Scenario) -> float | None:
-    """Return the rate in requests/s a scenario asks for; None: the traffic's own pace."""
-    workload = scenario.workload
-    if workload.rate is not None:
-        return workload.rate
-    if workload.load is None:
-        return None
-    rate = workload.load * capacity_rps(scenario)
-    if not config.MIN_RATE <= rate <= config.MAX_RATE:
-        raise TailraceError(
-            f"a load of {workload.load:g} comes to {rate:g} requests/s; "
-            f"a rate must be from {config.MIN_RATE:g} to {config.MAX_RATE:g}"
-        )
-    return rate
-
-
-def with_capacity(scenario: Scenario) -> Scenario:
-    """Return the scenario with its capacity filled in, if its rate depends on it."""
-    if scenario.workload.rate is not None or scenario.workload.load is None:
-        return scenario
-    return scenario.model_copy(update={"capacity_rps": capacity_rps(scenario)})
 
 
 def write_capacity(path: Path, capacity: float) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from policy.networks import random_tensors, small
 from tailrace.evaluate.judge import results
-from tailrace.evaluate.judge.baselines import Role, contender
+from tailrace.evaluate.judge.baselines import contender
 from tailrace.evaluate.judge.suite import (
     Plan,
     evaluate,
@@ -12,6 +12,7 @@ from tailrace.evaluate.judge.suite import (
     ranking_seeds,
     selection_seeds,
 )
+from tailrace.evaluate.measure.contender import Role
 from tailrace.policy.learned import checkpoint
 from tailrace.report.source import load
 

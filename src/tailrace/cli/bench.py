@@ -149,7 +149,7 @@ def _rate(scenario: Scenario, has_scenario: bool) -> float | None:
     """Requests/s: what was asked for, or the traffic's own where no scenario gives a capacity."""
     if scenario.workload.rate is not None or not has_scenario:
         return scenario.workload.rate
-    from tailrace.scenario import resolve_rate
+    from tailrace.saturation import resolve_rate
 
     return resolve_rate(scenario)
 

@@ -154,7 +154,7 @@ def _own_file(path: Path | None, scenario: Scenario, option: str) -> Path:
 
 
 def _saturation(scenario: Scenario, path: Path | None, *, as_json: bool, show: bool) -> None:
-    from tailrace.evaluate.search.capacity import saturation_rps
+    from tailrace.saturation import saturation_rps
 
     with console.progress("measuring", enabled=show):
         measured = saturation_rps(scenario)

@@ -88,10 +88,10 @@ def command(
         settings["engine__engine"] = None
     few = engine == VIDUR and settings["workload__requests"] is None
     scenario = take_scenario(settings)
-    from tailrace import scenario as scenarios
     from tailrace.evaluate.judge.compare import compare
     from tailrace.evaluate.measure.runner import default_policies, policy_for
     from tailrace.files import check_target
+    from tailrace.saturation import with_capacity
     from tailrace.seeds import Purpose, seeds
     from tailrace.terminal.plots import PLOT_SUFFIXES, plot_comparison
     from tailrace.terminal.tables import print_comparison
@@ -129,7 +129,7 @@ def command(
         click.echo(note, err=True)
     show = not (as_json or quiet)
     with console.progress("measuring capacity", enabled=show):
-        scenario = scenarios.with_capacity(scenario)
+        scenario = with_capacity(scenario)
     total = len({*chosen, reference}) * seed_count
     with console.own_output(), console.progress("simulating", total, enabled=show) as update:
         comparison = (in_vidur.compare if engine == VIDUR else compare)(

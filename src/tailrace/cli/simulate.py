@@ -56,10 +56,10 @@ def command(
 ) -> None:
     """Run one policy on one workload and cluster, and print a summary."""
     scenario = take_scenario(settings)
-    from tailrace import scenario as scenarios
     from tailrace.evaluate.measure.metrics import summarise
     from tailrace.evaluate.measure.request_results import check_requests_target, write_requests
     from tailrace.evaluate.measure.runner import policy_for, run
+    from tailrace.saturation import resolve_rate
     from tailrace.sim.chrome_trace import check_trace_target, write_trace
     from tailrace.terminal.tables import print_summary
 
@@ -71,7 +71,7 @@ def command(
         check_trace_target(trace)
     show = not (as_json or quiet)
     with console.progress("measuring capacity", enabled=show):
-        rate = scenarios.resolve_rate(scenario)
+        rate = resolve_rate(scenario)
     total = scenario.workload.requests
     with console.own_output(), console.progress("simulating", total, enabled=show) as update:
         result = run(

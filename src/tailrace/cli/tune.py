@@ -105,12 +105,12 @@ def command(
 def _traffics(
     suite: str, scenario_names: Sequence[str], requests: int, seeds: Sequence[int]
 ) -> "list[Traffic]":
-    from tailrace import scenario as scenarios
     from tailrace.evaluate.judge.suite import load_scenarios, load_suite
     from tailrace.evaluate.measure.cells import Traffic
+    from tailrace.saturation import resolve_rate
 
     found = load_scenarios(scenario_names or load_suite(suite).scenarios, requests)
-    return [Traffic(s, scenarios.resolve_rate(s), seed) for s in found for seed in seeds]
+    return [Traffic(s, resolve_rate(s), seed) for s in found for seed in seeds]
 
 
 def _tune_rules(

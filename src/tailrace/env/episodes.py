@@ -7,6 +7,7 @@ from functools import reduce
 from tailrace import scenario as scenarios
 from tailrace.config import Replica, Scenario
 from tailrace.errors import TailraceError
+from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.seeds import Purpose, generator, require
 from tailrace.sim.allocation import Allocation, allocation_for
 from tailrace.sim.build import why_not_compiled
@@ -54,7 +55,7 @@ class Episodes:
         if not given:
             raise TailraceError("an environment needs at least one scenario")
         loaded = [scenarios.load(w) if isinstance(w, str) else w for w in given]
-        self._scenarios = [scenarios.with_capacity(scenario) for scenario in loaded]
+        self._scenarios = [with_capacity(scenario) for scenario in loaded]
 
     def scenario(self, seed: int) -> Scenario:
         """Return the scenario of a seed."""
@@ -74,7 +75,7 @@ class Episodes:
             raise TailraceError(f"{scenario.name} cannot be an environment: {reason}")
         # One request more than decisions: the last one is observed but not decided.
         workload = scenario.workload.model_copy(update={"requests": self.decisions + 1})
-        table = from_settings(workload, scenarios.resolve_rate(scenario), seed)
+        table = from_settings(workload, resolve_rate(scenario), seed)
         replicas = resolved(scenario.cluster)
         check_cluster(replicas, scenario.events)
         check_requests(replicas, table)

@@ -21,7 +21,7 @@ from tailrace.config import (
     Workload,
 )
 from tailrace.errors import unknown_name
-from tailrace.evaluate.search.capacity import saturation_rps
+from tailrace.saturation import saturation_rps
 from tailrace.seeds import generator
 from tailrace.workload import library
 

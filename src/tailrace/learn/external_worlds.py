@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.integrations.live_training.router import LiveRouter, read_settings
@@ -25,6 +24,7 @@ from tailrace.learn.improve.rollout import Rollout
 from tailrace.learn.settings import Stage, TrainSettings
 from tailrace.learn.world_schedule import Plan
 from tailrace.policy.learned.architecture import pack
+from tailrace.saturation import with_capacity
 
 
 def check(settings: TrainSettings, plan: Plan) -> None:
@@ -47,7 +47,7 @@ class VidurPpo(Ppo):
         super().__init__(*args)
         self._nearest: dict[Scenario, Scenario] = {}
         for scenario in self._plan.scenarios:
-            self._nearest[scenario] = scenarios.with_capacity(nearest(scenario)[0])
+            self._nearest[scenario] = with_capacity(nearest(scenario)[0])
 
     def _rollouts(self, number: int, stage: Stage | None, tick: Tick) -> list[Rollout]:
         return gather(self._workers, play, self._vidur_tasks(number, stage), tick)

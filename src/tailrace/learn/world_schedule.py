@@ -17,6 +17,7 @@ from tailrace.learn.settings import (
     training_seed,
 )
 from tailrace.learn.worlds import Driver, LabelTask, World
+from tailrace.saturation import with_capacity
 from tailrace.seeds import Purpose, generator, seeds
 from tailrace.sim.build import why_not_compiled
 from tailrace.sim.engine import LEARNED_CODE
@@ -209,7 +210,7 @@ class Plan:
 
 def _load(named: str | Scenario) -> Scenario:
     given = scenarios.load(named) if isinstance(named, str) else named
-    scenario = scenarios.with_capacity(given)
+    scenario = with_capacity(given)
     reason = why_not_compiled(scenario.cluster)
     if reason is not None:
         raise TailraceError(f"cannot train on {scenario.name}: {reason}")

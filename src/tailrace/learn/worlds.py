@@ -6,7 +6,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.learn import kernels
@@ -14,6 +13,7 @@ from tailrace.learn.samples import Samples
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned import architecture
+from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, require, seeds
 from tailrace.sim import engine
 from tailrace.sim.simulator import Simulation
@@ -54,7 +54,7 @@ class World:
         """The cluster at time 0, with room for looking ahead."""
         require(self.seed, Purpose.TRAINING)
         settings = self.scenario.workload.model_copy(update={"requests": self.requests})
-        rate = scenarios.resolve_rate(self.scenario)
+        rate = resolve_rate(self.scenario)
         table = library.from_settings(settings, rate, self.seed)
         simulation = Simulation(
             self.scenario.cluster,

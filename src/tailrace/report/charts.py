@@ -9,8 +9,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from tailrace.evaluate.judge.baselines import Role
 from tailrace.evaluate.judge.compare import Interval
+from tailrace.evaluate.measure.contender import Role
 from tailrace.report.replays import SHARES, LoadPoint, Replay, Replays, shown
 from tailrace.report.source import Results
 from tailrace.report.svg import Panel, Scale, around, tick_text

@@ -11,8 +11,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tailrace import __version__
-from tailrace.evaluate.judge.baselines import Role
 from tailrace.evaluate.measure.cells import source_digest
+from tailrace.evaluate.measure.contender import Role
 from tailrace.policy import registry
 from tailrace.report.content import content, method
 from tailrace.report.replays import Replays

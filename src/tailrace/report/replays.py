@@ -11,11 +11,10 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.judge.baselines import Role
 from tailrace.evaluate.measure.cells import Traffic
+from tailrace.evaluate.measure.contender import Role
 from tailrace.evaluate.measure.metrics import composite_cost_s, request_times, summarise
 from tailrace.evaluate.measure.runner import run
 from tailrace.evaluate.measure.tail import RUN_OUT, mean_present
@@ -24,6 +23,7 @@ from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.report.decisions import Decisions, Question, decisions
 from tailrace.report.source import Results
+from tailrace.saturation import resolve_rate
 from tailrace.sim.result import SimResult
 from tailrace.sim.simulator import uses_reference
 
@@ -197,7 +197,7 @@ def _runs(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
     """Every scenario on the first seed of the evaluation; the long ones first."""
     seed = results.data.seeds[0]
     for scenario in sorted(there, key=lambda s: -s.workload.requests * s.cluster.size):
-        traffic = Traffic(scenario, scenarios.resolve_rate(scenario), seed)
+        traffic = Traffic(scenario, resolve_rate(scenario), seed)
         names = list(shown(results, scenario.name))
         yield Task(traffic, _policies(results, names), results.data.warmup_fraction)
 
@@ -217,7 +217,7 @@ def _loads(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
                 update={"workload": scenario.workload.model_copy(update=changes)}
             )
             for seed in results.data.seeds[:LOAD_SEEDS]:
-                traffic = Traffic(at, scenarios.resolve_rate(at), seed)
+                traffic = Traffic(at, resolve_rate(at), seed)
                 warmup = results.data.warmup_fraction
                 yield Task(traffic, _policies(results, names), warmup, load=load)
 
@@ -231,7 +231,7 @@ def _questions(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
     for scenario in there:
         if uses_reference(scenario.cluster, scenario.engine):
             continue
-        traffic = Traffic(scenario, scenarios.resolve_rate(scenario), results.data.seeds[0])
+        traffic = Traffic(scenario, resolve_rate(scenario), results.data.seeds[0])
         question = Question(traffic, specs[subject], specs[rule], LOOKS)
         yield Task(traffic, (), results.data.warmup_fraction, question=question)
 

@@ -14,13 +14,14 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.evaluate.judge.baselines import Role
 from tailrace.evaluate.judge.compare import Interval
 from tailrace.evaluate.judge.results import JSON, PARQUET
 from tailrace.evaluate.judge.statistics import Grid, versus_single
 from tailrace.evaluate.measure.cells import Cell
+from tailrace.evaluate.measure.contender import Role
 from tailrace.evaluate.measure.metrics import Latency, Summary
 from tailrace.evaluate.measure.tail import Extremes
+from tailrace.saturation import with_capacity
 
 #: Ratios of the two files that differ by more than this are of different evaluations; the JSON
 #: file has six digits.
@@ -121,7 +122,7 @@ class Results:
             return None
         requests = {"requests": self.data.requests[name]}
         found = found.model_copy(update={"workload": found.workload.model_copy(update=requests)})
-        return scenarios.with_capacity(found)
+        return with_capacity(found)
 
 
 def load(folder: Path, policy: str | None = None) -> Results:

@@ -6,11 +6,11 @@ from math import isfinite
 from rich.console import Console
 from rich.text import Text
 
-from tailrace.evaluate.judge.baselines import Role
 from tailrace.evaluate.judge.compare import Interval, averaged
 from tailrace.evaluate.judge.results import merged_extremes
 from tailrace.evaluate.judge.statistics import VersusBestOfEach
 from tailrace.evaluate.judge.suite import Evaluation, Standing
+from tailrace.evaluate.measure.contender import Role
 from tailrace.terminal.tables import UNKNOWN, Column, number, percent, print_columns
 
 #: Policies of a ranking that are shown besides those under test.

@@ -9,7 +9,7 @@ from tailrace import scenario as scenarios
 from tailrace.config import Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.judge import baselines, results
-from tailrace.evaluate.judge.baselines import Contender, Role, contender, gathered
+from tailrace.evaluate.judge.baselines import contender, gathered
 from tailrace.evaluate.judge.suite import (
     Plan,
     evaluate,
@@ -22,6 +22,7 @@ from tailrace.evaluate.judge.suite import (
 )
 from tailrace.evaluate.measure import cells
 from tailrace.evaluate.measure.cells import Measure, simulator
+from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.policy import shipped
 from tailrace.seeds import Purpose, purpose_of, seeds

@@ -1,18 +1,9 @@
-import numpy as np
 import pytest
 
-from results import make_result
-from tailrace import scenario as scenarios
 from tailrace.config import Cluster, Replica, Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.search import capacity
-from tailrace.evaluate.search.capacity import (
-    Objective,
-    max_load,
-    middle_throughput_rps,
-    saturation_rps,
-)
-from tailrace.seeds import Purpose, seeds
+from tailrace.evaluate.search.capacity import Objective, max_load
 
 pytestmark = pytest.mark.compiled
 
@@ -26,53 +17,8 @@ def one_replica(workload="chat", **changes):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(capacity, "MIN_REQUESTS", 400)
-    monkeypatch.setattr(capacity, "REQUESTS_PER_REPLICA", 400)
-    monkeypatch.setattr(capacity, "SESSION_REQUESTS_PER_REPLICA", 400)
     monkeypatch.setattr(capacity, "MIN_PROBE_REQUESTS", 100)
     monkeypatch.setattr(capacity, "PROBE_REQUESTS_PER_REPLICA", 100)
-
-
-def test_middle_throughput_looks_at_the_middle_only():
-    ends = np.concatenate([[100.0, 100.1], 101 + np.arange(6) / 2.0, [200.0, 300.0]])
-    result = make_result(np.zeros(10), first=ends, finished=ends)
-    assert middle_throughput_rps(result) == pytest.approx(6 / (200.0 - 101.0))
-    with pytest.raises(TailraceError, match="1 finished requests are too few"):
-        middle_throughput_rps(make_result([0.0], [1.0], [2.0]))
-
-
-def test_saturation_of_chat_is_what_arithmetic_says(small):
-    # (1 160 + 210) tokens per request in iterations of 512 tokens and some 50 ms: about 7.4 /s.
-    assert saturation_rps(one_replica()) == pytest.approx(7.4, rel=0.15)
-
-
-def test_saturation_grows_with_the_speed(small):
-    slow, fast = (saturation_rps(one_replica(speed=s)) for s in (1.0, 2.0))
-    assert fast / slow == pytest.approx(2.0, rel=0.02)
-
-
-def test_saturation_is_repeatable_and_ignores_what_does_not_matter(small):
-    plain = one_replica()
-    other = plain.model_copy(
-        update={"workload": Workload(name="chat", requests=7, load=0.1, arrivals="gamma")}
-    )
-    assert saturation_rps(plain) == saturation_rps(other) == saturation_rps(plain)
-
-
-def test_saturation_of_conversations_depends_on_the_cache(small):
-    cached = saturation_rps(one_replica("sessions-hot"))
-    uncached = saturation_rps(one_replica("sessions-hot", prefix_caching=False))
-    assert cached > 1.2 * uncached
-
-
-def test_saturation_refuses_seeds_set_aside_for_evaluation():
-    with pytest.raises(TailraceError, match="set aside for evaluation"):
-        saturation_rps(one_replica(), seeds(Purpose.EVALUATION, 1)[0])
-
-
-def test_load_refers_to_the_measured_capacity(small):
-    scenario = one_replica()
-    assert scenarios.resolve_rate(scenario) == pytest.approx(0.8 * saturation_rps(scenario))
 
 
 def test_max_load_brackets_the_objective(small):
@@ -132,18 +78,6 @@ def test_a_step_of_the_search_has_enough_requests(small):
     scenario = scenario.model_copy(update={"workload": Workload(name="chat", requests=1)})
     found = max_load(scenario, "random", [Objective("ttft_p99_s", 1e-6)])
     assert {p.summary.requests for p in found.probes} == {100}
-
-
-def test_the_reference_engine_measures_with_few_requests(monkeypatch):
-    calls = []
-
-    def throughput(scenario, rate, seed):
-        calls.append(scenario.workload.requests)
-        return 2 * rate
-
-    monkeypatch.setattr(capacity, "_throughput_rps", throughput)
-    saturation_rps(one_replica(scheduler="orca"))
-    assert calls == [400, 400, 400]
 
 
 def test_max_load_needs_an_objective():

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.explain.audit import Audit, States, audit, check_size, join
@@ -22,6 +21,7 @@ from tailrace.policy.learned.observation import (
     observe,
 )
 from tailrace.policy.learned.policy import LearnedPolicy, prior_scores
+from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.sim import engine
 from tailrace.sim.simulator import Simulation, uses_reference
 
@@ -120,7 +120,7 @@ def inspect(
     """Play scenarios with a policy and look at about ``states`` of its decisions in each."""
     found, behaviours = [], []
     for world in worlds:
-        seen, behaviour = _play(policy.copy(), scenarios.with_capacity(world), seed, states)
+        seen, behaviour = _play(policy.copy(), with_capacity(world), seed, states)
         found.append(seen)
         behaviours.append(behaviour)
         if progress is not None:
@@ -144,7 +144,7 @@ def _play(
             f"inspect needs the compiled engine, and {scenario.name} runs on the reference engine"
         )
     check_size(scenario.cluster.size)
-    play = simulation(scenario, scenarios.resolve_rate(scenario), seed, lookahead=True)
+    play = simulation(scenario, resolve_rate(scenario), seed, lookahead=True)
     policy.reset(scenario.cluster.size, seed)
     watcher = _Watcher(policy, play)
     visit(play, policy, count, watcher.look)

@@ -4,12 +4,11 @@ import hashlib
 import importlib.util
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
+from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.evaluate.measure.runner import policy_for
 from tailrace.files import atomic_path, dumps
 from tailrace.policy import registry, shipped
@@ -19,40 +18,6 @@ from tailrace.policy.learned.policy import LearnedPolicy
 
 #: Everybody's costs are given as multiples of this rule's.
 REFERENCE = "least_outstanding"
-
-
-class Role(StrEnum):
-    """What a policy is in an evaluation for."""
-
-    SUBJECT = "subject"
-    """Under test."""
-    RULE = "rule"
-    """A built-in rule with the constants it comes with."""
-    TUNED = "tuned"
-    """A built-in rule with constants found on tuning seeds."""
-    LEARNED = "learned"
-    """A simple learned opponent."""
-    ORACLE = "look-ahead"
-    """Simulates the future: shown for reference, never the rule to beat."""
-
-
-#: Who can be the best rule.
-CANDIDATES = (Role.RULE, Role.TUNED, Role.LEARNED)
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A policy in an evaluation."""
-
-    label: str  #: its name in tables
-    spec: str  #: what the registry knows it by
-    role: Role
-    fingerprint: str  #: changes with whatever it decides by
-
-    @property
-    def is_candidate(self) -> bool:
-        """Whether it can be the best rule."""
-        return self.role in CANDIDATES
 
 
 def contender(name: str, scenario: Scenario, role: Role | None = None) -> Contender:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.judge.baselines import Contender, Role, contender
+from tailrace.evaluate.judge.baselines import contender
+from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.policy.learned.checkpoint import SUFFIX
 
 CHECKPOINTS, BEST, SETTINGS = "checkpoints", f"best{SUFFIX}", "settings.json"

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, run
 from tailrace.parallel import WorkerPool
+from tailrace.saturation import resolve_rate
 from tailrace.seeds import generator
 
 DEFAULT_REFERENCE = "least_outstanding"
@@ -83,7 +83,7 @@ def compare(
         policy_for(scenario, name)
     if not seeds or len(set(seeds)) != len(seeds):
         raise TailraceError("a comparison needs at least one seed, and each seed once")
-    rate = scenarios.resolve_rate(scenario)
+    rate = resolve_rate(scenario)
     tasks = [
         Task(scenario, rate, policy, seed, warmup_fraction) for seed in seeds for policy in wanted
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario, Settings, load_toml, parse
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.evaluate.judge.baselines import REFERENCE, Contender, Role
+from tailrace.evaluate.judge.baselines import REFERENCE
 from tailrace.evaluate.judge.statistics import (
     Grid,
     VersusBestOfEach,
@@ -24,6 +24,8 @@ from tailrace.evaluate.judge.statistics import (
     versus_single,
 )
 from tailrace.evaluate.measure.cells import Batch, Cell, Measure, Player, Traffic, gather, simulator
+from tailrace.evaluate.measure.contender import Contender, Role
+from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.seeds import Purpose, purpose_of, require, seeds
 
 SUITES = Path(__file__).parents[2] / "suites"
@@ -67,7 +69,7 @@ def load_scenarios(names: Sequence[str], requests: int | None = None) -> list[Sc
             s.model_copy(update={"workload": s.workload.model_copy(update={"requests": requests})})
             for s in found
         ]
-    return [scenarios.with_capacity(s) for s in found]
+    return [with_capacity(s) for s in found]
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class Plan:
 
     def traffics(self, seeds: Sequence[int]) -> tuple[Traffic, ...]:
         """All scenarios on some seeds."""
-        rates = [scenarios.resolve_rate(s) for s in self.scenarios]
+        rates = [resolve_rate(s) for s in self.scenarios]
         pairs = list(zip(self.scenarios, rates, strict=True))
         return tuple(Traffic(s, rate, seed) for s, rate in pairs for seed in seeds)
 

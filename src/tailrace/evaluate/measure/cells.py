@@ -16,7 +16,7 @@ from typing import Any
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.judge.baselines import Contender, Role
+from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
 from tailrace.evaluate.measure.runner import run
 from tailrace.evaluate.measure.tail import Extremes, extremes

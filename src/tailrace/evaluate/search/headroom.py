@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.env.core import Core, EnvSettings
 from tailrace.env.reward import RewardSettings
@@ -21,6 +20,7 @@ from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.policy import LearnedPolicy
+from tailrace.saturation import with_capacity
 from tailrace.seeds import Purpose, generator, require
 from tailrace.sim import engine
 from tailrace.sim.allocation import new_fleet
@@ -249,7 +249,7 @@ def headroom(
         require(seed, Purpose.TRAINING)
     if not {"rule", "look-ahead"} <= {_kind(policy) for policy in policies.values()}:
         raise TailraceError("headroom needs at least one rule and one look-ahead to compare")
-    scenario = scenarios.with_capacity(scenario)
+    scenario = with_capacity(scenario)
     # The environment adds a request that is seen but not decided; here it is decided too.
     stage = Stage(scenario, seeds, EnvSettings(decisions=max(1, decisions - 1), reward=reward))
     played = []

@@ -4,13 +4,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tailrace import scenario as scenarios
 from tailrace.config import MAX_REPLICAS, Cluster, Replica, Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, run
 from tailrace.evaluate.search.capacity import Objective
 from tailrace.parallel import WorkerPool
+from tailrace.saturation import resolve_rate
 
 Counts = tuple[int, ...]
 
@@ -202,7 +202,7 @@ def _try(
         workload = scenario.workload.model_copy(update={"ttft_slo_s": target_s})
         scenario = scenario.model_copy(update={"workload": workload})
     for seed in wanted.seeds:
-        summary = summarise(run(scenario, policy, scenarios.resolve_rate(scenario), seed))
+        summary = summarise(run(scenario, policy, resolve_rate(scenario), seed))
         met = all(objective.met(summary) for objective in wanted.objectives)
         if not met:
             break

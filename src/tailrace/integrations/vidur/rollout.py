@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.learn.improve.recorder import Recorder, Recording
 from tailrace.learn.improve.rollout import PER_CLUSTER, Ends, Rollout
 from tailrace.policy.base import decide
+from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, require
 from tailrace.workload.library import from_settings
 
@@ -49,7 +49,7 @@ def _play_one(task: VidurTask, k: int) -> Rollout:
     # One request more than is decided: it shows what the last decision led to.
     requests = recording.warmup + recording.decisions + 1
     workload = scenario.workload.model_copy(update={"requests": requests})
-    table = from_settings(workload, scenarios.resolve_rate(scenario), seed)
+    table = from_settings(workload, resolve_rate(scenario), seed)
     found: list[Rollout] = []
     named = replace(recording, name=scenario.name, stream=f"{recording.stream}-{k}")
     recorder = Recorder(named, task.params, found.append)

@@ -20,6 +20,7 @@ from tailrace.integrations.vidur.router import Watcher
 from tailrace.integrations.vidur.simulation import TableSimulator, prepare
 from tailrace.learn.cost_ledger import Book, spread
 from tailrace.policy.learned.observation import observe
+from tailrace.saturation import resolve_rate
 from tailrace.sim import cost_accounts, engine
 from tailrace.sim.fleet import Step, begin, new_step
 from tailrace.sim.result import SimResult
@@ -72,7 +73,7 @@ class VidurWorld:
         scenario = scenario.model_copy(update={"workload": workload})
         self.scenario, self.notes = nearest(scenario)
         """The scenario as Vidur plays it, and what was changed for that."""
-        self.rate = scenarios.resolve_rate(self.scenario)
+        self.rate = resolve_rate(self.scenario)
         self.replicas = self.scenario.cluster.size
         self.out: Step = new_step(1, self.replicas)
         """[1, ...] the observation of the decision at hand, and what the last step cost."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tailrace import scenario as scenarios
 from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError
 from tailrace.learn.exploration import Exploration
@@ -23,6 +22,7 @@ from tailrace.parallel import WorkerPool
 from tailrace.policy.learned.architecture import pack
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.saturation import resolve_rate
 from tailrace.seeds import generator
 
 Arrays = dict[str, NDArray[Any]]
@@ -122,7 +122,7 @@ class Branching:
             rng = generator(world.seed, "branching")
             warmup = int(rng.integers(b.warmup // 10, b.warmup + 1))
             gap = int(rng.integers(max(1, b.gap // 2), b.gap + b.gap // 2 + 1))
-            rate = scenarios.resolve_rate(world.scenario) or 1.0
+            rate = resolve_rate(world.scenario) or 1.0
             states = max(1, b.states * SMALL // max(SMALL, world.scenario.cluster.size))
             requests = warmup + states * gap + int(rate * b.max_horizon_s) + 1
             tasks.append(

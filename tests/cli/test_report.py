@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from tailrace.report import replays
+from tailrace.evaluate.judge import replays
 
 pytestmark = pytest.mark.compiled
 

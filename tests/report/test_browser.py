@@ -6,24 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tailrace.report import replays
 from tailrace.report.render import render
-from tailrace.report.replays import play, tasks_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.compiled]
 WIDTHS, SCHEMES = (1280, 390), ("light", "dark")
 
 
 @pytest.fixture(scope="module")
-def page_file(loaded, tmp_path_factory):
+def page_file(loaded, played, tmp_path_factory):
     """A whole report; another one can be looked at with TAILRACE_REPORT=file.html."""
     if "TAILRACE_REPORT" in os.environ:
         return str(Path(os.environ["TAILRACE_REPORT"]).resolve())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replays, "LOADS", (0.5, 1.0))
-        found = play(loaded, tasks_of(loaded), jobs=1)
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(render(loaded, found, "tailrace report it"), encoding="utf-8")
+    path.write_text(render(loaded, played, "tailrace report it"), encoding="utf-8")
     return str(path)
 
 

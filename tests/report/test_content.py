@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from tailrace.evaluate.judge.compare import Interval
-from tailrace.report import replays
-from tailrace.report.content import FEW_SEEDS, judged
+from tailrace.evaluate.judge.results_folder import load
+from tailrace.report.content import FEW_SEEDS, judged, spans
 from tailrace.report.render import evaluate_command, markdown_cell, render
-from tailrace.report.replays import play, tasks_of
-from tailrace.report.source import load
 from tailrace.report.tables import p_text, share_text
 from tailrace.report.timelines import Stretch, queues
 
@@ -53,14 +51,6 @@ class Page(HTMLParser):
     @property
     def text(self):
         return " ".join(" ".join(self.words).split())
-
-
-@pytest.fixture(scope="module")
-def played(loaded):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replays, "LOADS", (0.5, 1.0))
-        patch.setattr(replays, "LOOKS", 60)
-        return play(loaded, tasks_of(loaded), jobs=1)
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +216,7 @@ def test_a_reference_with_endless_queues_is_named_not_drawn(changed, played):
     queue, _ = queues(results, found, Stretch("scale-2", 0.0, float(calm.time.edges_s[-1])))
     assert re.match(r"Not drawn: round_robin, up to 10\d\d waiting", queue.note)
     assert "round_robin" not in queue.svg
+
+
+def test_spans():
+    assert spans([5, 1, 2, 3, 9]) == "1 to 3, 5, 9"

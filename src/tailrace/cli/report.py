@@ -45,10 +45,10 @@ def command(
     same seeds, and checked against the results.
     """
     console.need("jinja2", extra="report", what="a report")
+    from tailrace.evaluate.judge.replays import play, tasks_of
+    from tailrace.evaluate.judge.results_folder import load
     from tailrace.files import atomic_path, check_target
     from tailrace.report.render import render
-    from tailrace.report.replays import play, tasks_of
-    from tailrace.report.source import load
 
     if output is None and markdown is None:
         output = results / "report.html"

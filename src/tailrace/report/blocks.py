@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from tailrace.evaluate.explain.decisions import Example
 from tailrace.report.charts import Figure
-from tailrace.report.decisions import Example
 from tailrace.report.tables import Table
 
 

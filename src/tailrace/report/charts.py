@@ -10,9 +10,9 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from tailrace.evaluate.judge.compare import Interval
+from tailrace.evaluate.judge.replays import SHARES, LoadPoint, Replay, Replays, shown
+from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.measure.contender import Role
-from tailrace.report.replays import SHARES, LoadPoint, Replay, Replays, shown
-from tailrace.report.source import Results
 from tailrace.report.svg import Panel, Scale, around, tick_text
 from tailrace.terminal.tables import number
 

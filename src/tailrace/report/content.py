@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from tailrace import scenario as scenarios
 from tailrace.evaluate.judge.compare import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
+from tailrace.evaluate.judge.replays import LOAD_REQUESTS, Replays, shown
+from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach, versus_each
 from tailrace.report import charts, tables, timelines
 from tailrace.report.blocks import (
@@ -18,8 +20,6 @@ from tailrace.report.blocks import (
     Words,
 )
 from tailrace.report.difference import differently
-from tailrace.report.replays import LOAD_REQUESTS, Replays, shown
-from tailrace.report.source import Results, spans
 from tailrace.report.tables import TIMES, Table, bounds_text, ratio_text
 from tailrace.view.objective import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
@@ -377,3 +377,14 @@ def method(
     blocks: list[Block] = [Words(text) for text in (cost, chosen, pairs, again)]
     blocks += [Words("To make this again:"), Commands(tuple(commands)), Tabular(table)]
     return Section("method", "How it was measured", tuple(blocks))
+
+
+def spans(values: Sequence[int]) -> str:
+    """Return numbers as a list in words; consecutive ones become 'a to b'."""
+    parts: list[list[int]] = []
+    for value in sorted(values):
+        if parts and value == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], value]
+        else:
+            parts.append([value])
+    return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 
-from tailrace.policy import registry
-from tailrace.policy.learned.policy import LearnedPolicy
+from tailrace.evaluate.explain.decisions import Decisions, Difference, replicas_apart, states_apart
+from tailrace.evaluate.judge.replays import Replays
+from tailrace.evaluate.judge.results_folder import Results
 from tailrace.report.blocks import Block, Cards, Section, Tabular, Words
-from tailrace.report.decisions import Decisions, Difference, replicas_apart, states_apart
-from tailrace.report.replays import Replays
-from tailrace.report.source import Results
 from tailrace.report.tables import Cell, Row, Table, plain, share_bar, share_text
 
 #: Features shown, and examples.
@@ -39,9 +37,8 @@ def differently(results: Results, replays: Replays) -> list[Section]:
         Tabular(_shares(found)),
     ]
     blocks += _features(found, subject, rule)
-    policy = registry.get(results.standing[subject].spec)
     examples = [d.example for d in found if d.example is not None]
-    if examples and isinstance(policy, LearnedPolicy):
+    if examples:
         examples.sort(key=lambda e: -e.margin)
         blocks.append(
             Words(

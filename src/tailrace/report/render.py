@@ -11,12 +11,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from tailrace import __version__
+from tailrace.evaluate.judge.baselines import members
+from tailrace.evaluate.judge.replays import Replays
+from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.measure.cells import source_digest
 from tailrace.evaluate.measure.contender import Role
-from tailrace.policy import registry
 from tailrace.report.content import content, method
-from tailrace.report.replays import Replays
-from tailrace.report.source import Results
 
 TEMPLATES = Path(__file__).parent / "templates"
 _GROUPS = {Role.TUNED: "tuned", Role.LEARNED: "learned", Role.ORACLE: "look-ahead"}
@@ -73,12 +73,11 @@ def evaluate_command(results: Results) -> str:
 
 
 def _against(results: Results) -> Sequence[str]:
-    """Groups of opponents, where they are complete, and names."""
+    """Return the baselines as groups, where a group is complete, and names."""
     rules = [s.policy for s in results.data.policies if s.role is Role.RULE]
-    all_rules = {rule.name for rule in registry.rules() if not rule.in_engine}
     roles = {s.role for s in results.data.policies}
     groups = [group for role, group in _GROUPS.items() if role in roles]
-    if all_rules <= set(rules):
+    if set(members("rules")) <= set(rules):
         return ["all"] if len(groups) == len(_GROUPS) else ["rules", *groups]
     others = [n for n in rules if n not in (results.data.reference, results.subject)]
     return [*others, *groups] or ["none"]

@@ -8,9 +8,9 @@ from markupsafe import Markup
 
 from tailrace.evaluate.judge.compare import Interval, averaged
 from tailrace.evaluate.judge.results import merged_extremes
+from tailrace.evaluate.judge.results_folder import Results, Standing
 from tailrace.evaluate.judge.statistics import VersusBestOfEach
 from tailrace.evaluate.measure.cells import Cell as Run
-from tailrace.report.source import Results, Standing
 from tailrace.report.svg import Scale, around, tick_text, whisker
 from tailrace.terminal.tables import number
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from tailrace.config import Event
+from tailrace.evaluate.judge.replays import Replays, Timeline, coarser
+from tailrace.evaluate.judge.results_folder import Results
 from tailrace.report.charts import Figure, runs_of
-from tailrace.report.replays import Replays, Timeline, coarser
-from tailrace.report.source import Results
 from tailrace.report.svg import Panel, Scale, around
 
 #: Seconds shown before and after what happens.

@@ -102,7 +102,7 @@ def opponents(names: Sequence[str], scenario: Scenario) -> list[Contender]:
     """Return the opponents of names and groups (GROUPS); the reference rule is always there."""
     wanted: list[str] = [REFERENCE]
     for name in names:
-        wanted += _members(name) if name in GROUPS else [name]
+        wanted += members(name) if name in GROUPS else [name]
     found = [contender(name, scenario) for name in dict.fromkeys(wanted)]
     # A policy of the user's own named as an opponent is one.
     return [
@@ -111,7 +111,8 @@ def opponents(names: Sequence[str], scenario: Scenario) -> list[Contender]:
     ]
 
 
-def _members(group: str) -> list[str]:
+def members(group: str) -> list[str]:
+    """Return the policies of a group of baselines, one of GROUPS."""
     rules = [rule.name for rule in registry.rules() if not rule.in_engine]
     members = {
         "rules": rules,

@@ -5,19 +5,18 @@ import pytest
 
 from results import make_result
 from tailrace.errors import TailraceError
-from tailrace.report import replays
-from tailrace.report.replays import LoadPoint, Replay, coarser, play, shown, tasks_of, timeline
-from tailrace.report.timelines import burst_stretch, failure_stretch, share_scenarios
+from tailrace.evaluate.judge import replays
+from tailrace.evaluate.judge.replays import (
+    LoadPoint,
+    Replay,
+    coarser,
+    play,
+    shown,
+    tasks_of,
+    timeline,
+)
 
 pytestmark = pytest.mark.compiled
-
-
-@pytest.fixture(scope="module")
-def played(loaded):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replays, "LOADS", (0.5, 1.0))
-        patch.setattr(replays, "LOOKS", 40)
-        return play(loaded, tasks_of(loaded), jobs=1)
 
 
 def test_replays_give_the_cost_that_was_measured(loaded, played):
@@ -103,11 +102,3 @@ def test_those_that_never_got_an_answer_wait_to_the_end():
     time = timeline(result)
     assert time.queue[-1] == pytest.approx(9, abs=0.6)
     assert np.isnan(time.shares).all()
-
-
-def test_stretches(loaded, played):
-    assert failure_stretch(loaded, played) is None
-    burst = burst_stretch(loaded, played)
-    runs = {r.scenario: r for r in played.runs if r.policy == "mine"}
-    assert 0 <= burst.start_s < burst.stop_s <= runs[burst.scenario].time.edges_s[-1]
-    assert share_scenarios(loaded, played) == ["uniform-chat-80"]

@@ -1,7 +1,6 @@
 """What a report is made of: the results folder of ``tailrace evaluate``, read back and checked."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
@@ -231,14 +230,3 @@ def _check_same(results: Results) -> None:
             f"against {claimed.policy} is {claimed.cost:g} in one and {found:g} in the other; run "
             "the same `tailrace evaluate` command again"
         )
-
-
-def spans(values: Sequence[int]) -> str:
-    """Return numbers in words, runs of them as 'a to b'."""
-    parts: list[list[int]] = []
-    for value in sorted(values):
-        if parts and value == parts[-1][-1] + 1:
-            parts[-1] = [parts[-1][0], value]
-        else:
-            parts.append([value])
-    return ", ".join(f"{p[0]} to {p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)

@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from policy.networks import random_tensors, small
+from tailrace.evaluate.explain import decisions as d
+from tailrace.evaluate.explain.decisions import Decisions, Question, decisions
 from tailrace.evaluate.judge.suite import load_scenarios
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.runner import run
@@ -14,8 +16,6 @@ from tailrace.policy.learned.observation import (
     REQUEST_FEATURES,
 )
 from tailrace.policy.learned.policy import LearnedPolicy
-from tailrace.report import decisions as d
-from tailrace.report.decisions import Decisions, Question, decisions
 from tailrace.seeds import Purpose, seeds
 
 pytestmark = pytest.mark.compiled

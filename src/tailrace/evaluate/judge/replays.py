@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
+from tailrace.evaluate.explain.decisions import Decisions, Question, decisions
+from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.contender import Role
 from tailrace.evaluate.measure.metrics import composite_cost_s, request_times, summarise
@@ -21,8 +23,6 @@ from tailrace.evaluate.measure.tail import RUN_OUT, mean_present
 from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.report.decisions import Decisions, Question, decisions
-from tailrace.report.source import Results
 from tailrace.saturation import resolve_rate
 from tailrace.sim.result import SimResult
 from tailrace.sim.simulator import uses_reference

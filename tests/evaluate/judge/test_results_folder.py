@@ -4,8 +4,8 @@ import shutil
 import pytest
 
 from tailrace.errors import TailraceError
+from tailrace.evaluate.judge.results_folder import load
 from tailrace.evaluate.judge.statistics import versus_each, versus_single
-from tailrace.report.source import load, spans
 
 pytestmark = pytest.mark.compiled
 
@@ -114,7 +114,3 @@ def test_results_without_a_policy_under_test_need_a_name(copy):
     with pytest.raises(TailraceError, match="say with --policy which one"):
         load(copy)
     assert load(copy, "lmetric").subject == "lmetric"
-
-
-def test_spans():
-    assert spans([5, 1, 2, 3, 9]) == "1 to 3, 5, 9"

@@ -188,7 +188,7 @@ def test_shipped_opponents_can_be_used():
     from tailrace.evaluate.judge.suite import load_scenarios
 
     (scenario,) = load_scenarios(["agents"])
-    found = {c.label: c.role for c in baselines.opponents(["tuned", "learned"], scenario)}
+    found = {c.label: c.role for c in baselines.baselines_of(["tuned", "learned"], scenario)}
     assert {"linear_es", "predict_greedy", "load_aware:tuned"} <= set(found)
 
 

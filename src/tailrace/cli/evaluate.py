@@ -53,7 +53,7 @@ def _suites(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> li
 )  # fmt: skip
 @click.option(
     "--against", multiple=True, cls=SectionOption, metavar="NAME",
-    help="Opponents: all, rules, tuned, learned, look-ahead, none, or a policy; may be repeated. "
+    help="Baselines: all, rules, tuned, learned, look-ahead, none, or a policy; may be repeated. "
     "[default: all; with --all-checkpoints all but look-ahead; with --scenario the best known]",
 )  # fmt: skip
 @click.option(
@@ -117,8 +117,7 @@ def command(
 
     RUN, with --all-checkpoints, is the folder of a training run.
     """
-    from tailrace.evaluate.judge import baselines as opponents
-    from tailrace.evaluate.judge import results
+    from tailrace.evaluate.judge import baselines, results
     from tailrace.evaluate.judge.suite import evaluate
     from tailrace.terminal.evaluations import print_evaluation
 
@@ -138,9 +137,9 @@ def command(
             results.write(found, output)
     if write_shipped:
         of_each = dict(zip(found.grid.scenarios, found.best_of_each, strict=True))
-        opponents.record_best(plan.suite, found.best_single, of_each)
+        baselines.record_best(plan.suite, found.best_single, of_each)
     if as_json:
-        click.echo(results.as_text(results.as_data(found)))
+        click.echo(results.as_text(results.results_of(found)))
         return
     print_evaluation(console.stdout(), found)
     if output is not None and not quiet:
@@ -163,8 +162,7 @@ def _plan(
     ttft_limit_s: float,
 ) -> "Plan":
     """Make a plan of the options; raises before any work is done if they cannot be met."""
-    from tailrace.evaluate.judge import baselines as opponents
-    from tailrace.evaluate.judge import checkpoints
+    from tailrace.evaluate.judge import baselines, checkpoints
     from tailrace.evaluate.judge import suite as suites
     from tailrace.evaluate.measure.cells import Measure
 
@@ -181,11 +179,11 @@ def _plan(
         label = suite or DEFAULT_SUITE
         chosen = list(suites.load_suite(label).scenarios)
     found = suites.load_scenarios(chosen, requests)
-    tested = opponents.subjects(policies, found[0]) if run is None or policies else []
+    tested = baselines.subjects(policies, found[0]) if run is None or policies else []
     if run is not None:
         tested = [*checkpoints.run_checkpoints(run, found[0]), *tested]
-    against = against or _usual_opponents(run, scenario_names)
-    everybody = opponents.gathered(tested, opponents.opponents(against, found[0]))
+    against = against or _usual_baselines(run, scenario_names)
+    everybody = baselines.gathered(tested, baselines.baselines_of(against, found[0]))
     everybody, left_out = suites.without_what_cannot_run(everybody, found)
     if left_out:
         click.echo(f"left out on the reference engine: {', '.join(left_out)}", err=True)
@@ -209,8 +207,8 @@ def _plan(
     )
 
 
-def _usual_opponents(run: Path | None, scenario_names: tuple[str, ...]) -> tuple[str, ...]:
-    """Opponents if none are named: all, but the best known ones will do for single scenarios."""
+def _usual_baselines(run: Path | None, scenario_names: tuple[str, ...]) -> tuple[str, ...]:
+    """Baselines if none are named: all, but the best known ones will do for single scenarios."""
     from tailrace.evaluate.judge.baselines import recorded_best
 
     if run is not None:

@@ -1,4 +1,4 @@
-"""``tailrace tune``: constants for the rules, and the two simple learned opponents."""
+"""``tailrace tune``: constants for the rules, and the two simple learned baselines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,7 +70,7 @@ def command(
     targets: tuple[str, ...], output: Path | None, write_shipped: bool, as_json: bool, quiet: bool,
     **given: Any,
 ) -> None:  # fmt: skip
-    """Tune opponents on tuning seeds, so that they are at their best when beaten.
+    """Tune baselines on tuning seeds, so that they are at their best when beaten.
 
     NAME is a rule with constants, linear_es (a linear score over the observation, by CMA-ES) or
     predict_greedy (a supervised predictor of cost; needs tailrace[train]). Default: all rules with

@@ -29,7 +29,7 @@ FEW_SEEDS = 10
 
 def content(results: Results, replays: Replays | None, method: Section) -> Content:
     """Put a report together; without replays it has no plots that need them."""
-    each = versus_each(results.grid, results.subject, results.opponents)
+    each = versus_each(results.grid, results.subject, results.best_of_each)
     sections = [
         Section("headline", "Against the best there is", (Tabular(tables.headline(results)),)),
         _scenarios(results, each),
@@ -156,7 +156,7 @@ def _sentences(results: Results, each: VersusBestOfEach) -> tuple[str, ...]:
         (
             f"Against the best rule of each scenario its cost is lower in {better} of "
             f"{len(each.verdicts)}; its worst is {ratio_text(worst.cost.ratio)}{TIMES} of "
-            f"{worst.opponent} in {worst.scenario}."
+            f"{worst.baseline} in {worst.scenario}."
         ),
     )
 

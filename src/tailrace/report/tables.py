@@ -7,8 +7,8 @@ from math import isfinite
 from markupsafe import Markup
 
 from tailrace.evaluate.judge.compare import Interval, averaged
-from tailrace.evaluate.judge.results import merged_extremes
-from tailrace.evaluate.judge.results_folder import Results, Standing
+from tailrace.evaluate.judge.results import RankedPolicy, merged_extremes
+from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach
 from tailrace.evaluate.measure.cells import Cell as Run
 from tailrace.report.svg import Scale, around, tick_text, whisker
@@ -93,16 +93,16 @@ def headline(results: Results) -> Table:
     """The subject against everybody who matters; geometric means over scenarios."""
     grid, data, subject = results.grid, results.data, results.subject
     every = len(grid.scenarios)
-    opponents: list[tuple[str, str, Sequence[str]]] = [
+    baselines: list[tuple[str, str, Sequence[str]]] = [
         (f"best single rule: {data.best_single}", data.best_single, [data.best_single] * every)
     ]
     if data.best_hand_made != data.best_single:
         name = data.best_hand_made
-        opponents.append((f"best hand-made rule: {name}", name, [name] * every))
-    opponents.append(("best rule of each scenario", "", results.opponents))
-    opponents += [(f"look-ahead: {name}", name, [name] * every) for name in results.look_aheads]
+        baselines.append((f"best hand-made rule: {name}", name, [name] * every))
+    baselines.append(("best rule of each scenario", "", results.best_of_each))
+    baselines += [(f"look-ahead: {name}", name, [name] * every) for name in results.look_aheads]
     rows = []
-    for label, name, others in opponents:
+    for label, name, others in baselines:
         if name == subject:
             continue
         ratios = [grid.ratios(key, subject, others).geometric_mean() for key, _ in HEADLINE]
@@ -139,7 +139,7 @@ def ranking(results: Results) -> Table:
     )
 
 
-def _stated(standing: Standing, key: str) -> Interval:
+def _stated(standing: RankedPolicy, key: str) -> Interval:
     """A ratio as results.json states it."""
     ratio = getattr(standing.vs_best_single, key)
     low, high = standing.vs_best_single.intervals.get(key) or (None, None)
@@ -159,7 +159,7 @@ def scenarios(each: VersusBestOfEach) -> Table:
             picture = whisker(scale, cost.ratio, cost.low, cost.high, "subject", tip)
         cells = (
             Cell(verdict.scenario),
-            Cell(verdict.opponent),
+            Cell(verdict.baseline),
             ratio_cell(cost),
             Cell("", picture=picture),
             Cell(p_text(verdict.p_holm)),
@@ -265,17 +265,17 @@ def fairness(results: Results) -> Table:
 
 def _fair(scenario: str, name: str, cells: Sequence[Run], subject: str) -> Row:
     worst = merged_extremes(cells)
-    session = worst["worst_session_ttft_s"]
+    session = worst.worst_session_ttft_s
     texts = (
         scenario,
         name,
-        number(worst["longest_ttft_s"]),
-        number(worst["longest_e2e_s"]),
+        number(worst.longest_ttft_s),
+        number(worst.longest_e2e_s),
         UNKNOWN if session is None else number(session),
-        str(worst["over_limit"]),
-        number(worst["least_share"]),
-        number(worst["most_share"]),
-        f"{worst['alarms']} of {len(cells)}",
+        str(worst.over_limit),
+        number(worst.least_share),
+        number(worst.most_share),
+        f"{worst.alarms} of {len(cells)}",
     )
     return Row(plain(*texts), strong=name == subject)
 
@@ -286,7 +286,7 @@ def sizes(results: Results, of: Sequence[tuple[int, str]]) -> Table:
     grid, single = results.grid, results.data.best_single
     columns = [
         grid.ratios(figure, results.subject, others).each()
-        for others in ([single] * len(grid.scenarios), list(results.opponents))
+        for others in ([single] * len(grid.scenarios), list(results.best_of_each))
         for figure in ("cost", "p99_ttft")
     ]
     for count, scenario in of:

@@ -29,7 +29,7 @@ def print_evaluation(console: Console, found: Evaluation) -> None:
 
 def _print_headline(console: Console, subject: Standing, each: VersusBestOfEach) -> None:
     versus, worst = subject.versus, each.worst
-    console.print(Text(f"{subject.contender.label} against {versus.opponent}, the best single rule",
+    console.print(Text(f"{subject.contender.label} against {versus.baseline}, the best single rule",
                        style="bold"))  # fmt: skip
     for label, ratio in (
         ("P99 TTFT", versus.p99_ttft),
@@ -56,7 +56,7 @@ def _print_scenarios(console: Console, found: Evaluation, each: VersusBestOfEach
     worst = [merged_extremes(group) for group in cells]
     columns = [
         Column(("", "scenario"), [v.scenario for v in rows], left=True),
-        Column(("", "best rule"), [v.opponent for v in rows], left=True),
+        Column(("", "best rule"), [v.baseline for v in rows], left=True),
         Column(("cost", "ratio"), [_ratio(v.cost) for v in rows]),
         Column(("95 %", "interval"), [_bounds(v.cost) for v in rows], 3),
         Column(("", "p (Holm)"), [f"{v.p_holm:.3f}" for v in rows], 5),
@@ -64,9 +64,9 @@ def _print_scenarios(console: Console, found: Evaluation, each: VersusBestOfEach
         Column(("mean E2E", "ratio"), [_ratio(v.mean_e2e) for v in rows]),
         Column(("P99 TTFT", "s"), [number(s.ttft_s.p99) for s in mine], 1, label="P99 TTFT"),
         Column(("within", "SLO"), [f"{100 * s.slo_attainment:.1f}%" for s in mine], 2),
-        Column(("oldest", "s"), [number(w["longest_ttft_s"]) for w in worst], 4, label="oldest"),
-        Column(("over", "limit"), [str(w["over_limit"]) for w in worst], 4, label="over limit"),
-        Column(("queue", "alarms"), [str(w["alarms"]) for w in worst], 4, label="alarms"),
+        Column(("oldest", "s"), [number(w.longest_ttft_s) for w in worst], 4, label="oldest"),
+        Column(("over", "limit"), [str(w.over_limit) for w in worst], 4, label="over limit"),
+        Column(("queue", "alarms"), [str(w.alarms) for w in worst], 4, label="alarms"),
     ]
     print_columns(console, columns)
 

@@ -33,7 +33,7 @@ def test_what_is_read_back_gives_the_figures_of_the_results(made, loaded):
         found = getattr(versus, name)
         assert found.ratio == pytest.approx(stated[name], rel=1e-5)
         assert [found.low, found.high] == pytest.approx(stated["intervals"][name], rel=1e-5)
-    each = versus_each(loaded.grid, "mine", loaded.opponents)
+    each = versus_each(loaded.grid, "mine", loaded.best_of_each)
     assert each.worst.cost.ratio == pytest.approx(
         data["vs_best_per_scenario"]["worst_ratio"], rel=1e-5
     )

@@ -117,7 +117,7 @@ def test_share_better_and_the_worst_scenario():
     found = versus_each(make_grid(costs), "a", ["b", "c", "b"])
     assert found.share_better == pytest.approx(2 / 3)
     assert found.share_surely_better == pytest.approx(2 / 3)
-    assert (found.worst.scenario, found.worst.opponent) == ("s2", "b")
+    assert (found.worst.scenario, found.worst.baseline) == ("s2", "b")
     assert found.worst.cost.ratio == pytest.approx(1.02)
 
 

@@ -265,13 +265,13 @@ def test_the_groups_of_opponents(monkeypatch, tmp_path):
     tuned.write_text(json.dumps({"rules": {"load_aware": {"constants": {"load_weight": 0.7}}}}))
     monkeypatch.setattr(shipped, "TUNED_FILE", tuned)
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    everybody = {c.label: c for c in baselines.opponents(["all"], SMALL)}
+    everybody = {c.label: c for c in baselines.baselines_of(["all"], SMALL)}
     assert everybody["load_aware:tuned"].spec == "load_aware:load_weight=0.7"
     assert everybody["load_aware:tuned"].role is Role.TUNED
     assert everybody["lookahead"].role is Role.ORACLE
     assert everybody["lmetric"].role is Role.RULE
     assert "linear_es" not in everybody  # not trained here
-    assert [c.label for c in baselines.opponents(["none"], SMALL)] == ["least_outstanding"]
+    assert [c.label for c in baselines.baselines_of(["none"], SMALL)] == ["least_outstanding"]
     with pytest.raises(TailraceError, match="unknown tuned rule 'lmetric'"):
         contender("lmetric:tuned", SMALL)
     with pytest.raises(TailraceError, match="linear_es is not trained yet; run `tailrace tune lin"):

@@ -69,7 +69,7 @@ def _source(spec: str) -> Path | None:
 
 
 GROUPS = ("all", "rules", "tuned", "learned", "look-ahead", "none")
-#: The best rules of the shipped suites, as an evaluation of all opponents has chosen them: suite ->
+#: The best rules of the shipped suites, as an evaluation of all baselines has chosen them: suite ->
 #: {"best_single": policy, "best_of_each": {scenario: policy}}.
 BEST_FILE = SHIPPED.parents[1] / "suites" / "best.json"
 
@@ -98,13 +98,13 @@ def record_best(suite: str, best_single: str, best_of_each: dict[str, str]) -> N
         temporary.write_text(dumps(dict(sorted(known.items()))) + "\n", encoding="utf-8")
 
 
-def opponents(names: Sequence[str], scenario: Scenario) -> list[Contender]:
-    """Return the opponents of names and groups (GROUPS); the reference rule is always there."""
+def baselines_of(names: Sequence[str], scenario: Scenario) -> list[Contender]:
+    """Return the baselines of names and groups (GROUPS); the reference rule is always there."""
     wanted: list[str] = [REFERENCE]
     for name in names:
         wanted += members(name) if name in GROUPS else [name]
     found = [contender(name, scenario) for name in dict.fromkeys(wanted)]
-    # A policy of the user's own named as an opponent is one.
+    # A policy of the user's own named as a baseline is one.
     return [
         Contender(c.label, c.spec, Role.RULE, c.fingerprint) if c.role is Role.SUBJECT else c
         for c in found

@@ -1,4 +1,8 @@
-"""What an evaluation leaves behind: all cells as Parquet, and what they say as JSON."""
+"""The files of an evaluation: all cells as Parquet, and what they say as JSON.
+
+:class:`ResultsFile` is the schema of ``results.json``, for writing and for reading. Written files
+give every key; reading passes over keys it does not know.
+"""
 
 import dataclasses
 import json
@@ -8,30 +12,164 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tailrace import __version__
+from tailrace.errors import TailraceError
 from tailrace.evaluate.judge.baselines import REFERENCE
 from tailrace.evaluate.judge.compare import Interval, averaged
-from tailrace.evaluate.judge.statistics import VersusBestOfEach, VersusBestSingle
+from tailrace.evaluate.judge.statistics import Verdict, VersusBestOfEach, VersusBestSingle
 from tailrace.evaluate.judge.suite import Evaluation, Standing
 from tailrace.evaluate.measure.cells import Cell, source_digest
-from tailrace.evaluate.measure.metrics import Latency
+from tailrace.evaluate.measure.contender import Role
+from tailrace.evaluate.measure.metrics import Latency, Summary
 from tailrace.evaluate.measure.tail import Extremes
 from tailrace.files import atomic_path, dumps, plain
 from tailrace.seeds import purpose_of
 
 PARQUET, JSON = "results.parquet", "results.json"
-#: Figures of results files; more digits would not repeat on another machine.
+#: Significant digits of the JSON file; more would not repeat on another machine.
 DIGITS, CELL_DIGITS = 6, 4
+#: Lists of the JSON file that are written one row per line, after all else.
 _LISTS = ("policies", "cells")
-#: Figures of a summary that the JSON file gives for every cell; the Parquet file has them all.
-_CELL_FIGURES = (
-    *("requests", "finished", "failed", "pending", "rerouted", "cost_s"),
-    *(f"{name}_{at}" for name in ("ttft_s", "e2e_s") for at in ("mean", "p50", "p90", "p99")),
-    *("tpot_s_mean", "tpot_s_p99", "slo_attainment", "goodput_rps", "prefix_hit_rate"),
-    *("mean_batch_size", "preemptions", "imbalance"),
-)
-_HEADLINE = ("cost", "p99_ttft", "mean_e2e", "throughput")
+_RATIOS = ("cost", "p99_ttft", "mean_e2e", "throughput")
+
+
+# ---- the schema of results.json -----------------------------------------------------------------
+
+
+class _Part(BaseModel):
+    """Part of the file. A number is null where no request could tell."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Versus(_Part):
+    """Ratios of a policy's metrics to those of another one; below 1 is better, but throughput."""
+
+    policy: str
+    """The other policy."""
+    cost: float | None
+    p99_ttft: float | None
+    mean_e2e: float | None
+    throughput: float | None
+    intervals: dict[str, tuple[float | None, float | None] | None]
+    """95 % interval of each ratio; null with a single seed."""
+
+
+class VersusInScenario(Versus):
+    """The same in one scenario, against its best rule."""
+
+    p_value: float | None
+    """Of the difference in cost, paired by seeds."""
+    p_holm: float | None
+    """The same, adjusted for the number of scenarios."""
+
+
+class VersusPerScenario(_Part):
+    """The policy under test against the best rule of each scenario."""
+
+    share_better: float | None
+    """Share of scenarios in which its cost is lower."""
+    share_surely_better: float | None
+    """The same where it is statistically significant (Holm, 5 %)."""
+    worst_ratio: float | None
+    """Cost ratio in the scenario in which it does worst."""
+    worst_scenario: str
+    scenarios: dict[str, VersusInScenario]
+
+
+class RankedPolicy(_Part):
+    """One policy over all scenarios."""
+
+    policy: str
+    spec: str
+    role: Role
+    score: float | None
+    """Geometric mean over scenarios of its cost / the reference's."""
+    vs_best_single: Versus
+
+
+class CellMeans(_Part):
+    """One policy in one scenario over all seeds.
+
+    Counts are totals, extremes the worst of all seeds, all else means; see Summary and Extremes.
+    """
+
+    scenario: str
+    policy: str
+    requests: int
+    finished: int
+    failed: int
+    pending: int
+    rerouted: int
+    cost_s: float | None
+    ttft_s_mean: float | None
+    ttft_s_p50: float | None
+    ttft_s_p90: float | None
+    ttft_s_p99: float | None
+    e2e_s_mean: float | None
+    e2e_s_p50: float | None
+    e2e_s_p90: float | None
+    e2e_s_p99: float | None
+    tpot_s_mean: float | None
+    tpot_s_p99: float | None
+    slo_attainment: float | None
+    goodput_rps: float | None
+    prefix_hit_rate: float | None
+    mean_batch_size: float | None
+    preemptions: int
+    imbalance: float | None
+    longest_ttft_s: float | None
+    longest_e2e_s: float | None
+    worst_session_ttft_s: float | None
+    over_limit: int
+    least_share: float | None
+    most_share: float | None
+    steady_rps: float | None
+    last_queue: float | None
+    queue_grows: bool
+    alarms: int
+    """Seeds on which the queue grew without bound."""
+
+
+class ResultsFile(_Part):
+    """All of results.json."""
+
+    suite: str
+    """Its name, or "custom"."""
+    subject: str | None
+    """The policy under test; null if there was none."""
+    seeds: tuple[int, ...]
+    purpose: str
+    """What the seeds are for: evaluation, tuning, or "own"."""
+    selection_seeds: tuple[int, ...]
+    """Seeds on which the best rules were chosen."""
+    requests: dict[str, int]
+    """Requests per run of each scenario."""
+    warmup_fraction: float
+    ttft_limit_s: float
+    tailrace: str
+    """Version that made it."""
+    sources: str
+    """Digest of the sources on which metrics depend."""
+    reference: str
+    best_single: str
+    best_hand_made: str
+    best_of_each: dict[str, str]
+    """Scenario -> its best rule."""
+    vs_best_single: Versus | None = None
+    vs_best_hand_made: Versus | None = None
+    vs_best_per_scenario: VersusPerScenario | None = None
+    scenarios: dict[str, dict[str, Any]] = {}
+    """Settings of each scenario that are not the default. Not rounded: a scenario played again has
+    the very same requests. Without them only shipped scenarios can be played again."""
+    policies: tuple[RankedPolicy, ...]
+    """Lowest score first."""
+    cells: tuple[CellMeans, ...] = ()
+
+
+# ---- writing ------------------------------------------------------------------------------------
 
 
 def write(found: Evaluation, folder: Path) -> None:
@@ -39,26 +177,158 @@ def write(found: Evaluation, folder: Path) -> None:
     with atomic_path(folder / PARQUET) as temporary:
         pyarrow.parquet.write_table(table(found), temporary, compression="zstd")
     with atomic_path(folder / JSON) as temporary:
-        temporary.write_text(as_text(as_data(found)) + "\n", encoding="utf-8")
+        temporary.write_text(as_text(results_of(found)) + "\n", encoding="utf-8")
 
 
-def as_text(data: dict[str, Any]) -> str:
-    """Return the results as JSON, one line per policy and cell: small, and differences show."""
-    head = dumps({key: value for key, value in data.items() if key not in _LISTS})
+def as_text(results: ResultsFile) -> str:
+    """Return the JSON text, one line per policy and cell: small, and differences show."""
+    data = plain(results.model_dump(mode="json"))
+    rounded = {
+        name: value
+        if name == "scenarios"
+        else _rounded(value, CELL_DIGITS if name == "cells" else DIGITS)
+        for name, value in data.items()
+    }
+    head = dumps({name: value for name, value in rounded.items() if name not in _LISTS})
     lists = ""
     for name in _LISTS:
-        rows = ",\n    ".join(json.dumps(row, allow_nan=False) for row in data[name])
+        rows = ",\n    ".join(json.dumps(row, allow_nan=False) for row in rounded[name])
         lists += f',\n  "{name}": [\n    {rows}\n  ]'
     return f"{head.removesuffix('}').rstrip()}{lists}\n}}"
 
 
+def _rounded(value: Any, digits: int) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}")
+    if isinstance(value, dict):
+        return {key: _rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item, digits) for item in value]
+    return value
+
+
+def results_of(found: Evaluation) -> ResultsFile:
+    """Return what the JSON file says of an evaluation."""
+    plan, subject = found.plan, found.subject
+    hand_made, each = found.versus_hand_made, found.versus_each
+    return ResultsFile(
+        suite=plan.suite,
+        subject=plan.subject,
+        seeds=plan.seeds,
+        purpose=str(purpose_of(plan.seeds[0]) or "own"),
+        selection_seeds=plan.selection_seeds,
+        requests={s.name: s.workload.requests for s in plan.scenarios},
+        warmup_fraction=plan.measure.warmup_fraction,
+        ttft_limit_s=plan.measure.ttft_limit_s,
+        tailrace=__version__,
+        sources=source_digest(),
+        reference=REFERENCE,
+        best_single=found.best_single,
+        best_hand_made=found.best_hand_made,
+        best_of_each=dict(zip(found.grid.scenarios, found.best_of_each, strict=True)),
+        vs_best_single=None if subject is None else Versus(**_ratios(subject.versus)),
+        vs_best_hand_made=None if hand_made is None else Versus(**_ratios(hand_made)),
+        vs_best_per_scenario=None if each is None else _per_scenario(each),
+        scenarios={
+            s.name: s.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
+            for s in plan.scenarios
+        },
+        policies=tuple(_ranked(s) for s in found.standings),
+        cells=tuple(_cell_means(found)),
+    )
+
+
+def _ratios(versus: VersusBestSingle | Verdict) -> dict[str, Any]:
+    return {
+        "policy": versus.baseline,
+        **{name: getattr(versus, name).ratio for name in _RATIOS},
+        "intervals": {name: _bounds(getattr(versus, name)) for name in _RATIOS},
+    }
+
+
+def _bounds(interval: Interval) -> tuple[float, float] | None:
+    if interval.low is None or interval.high is None:
+        return None
+    return interval.low, interval.high
+
+
+def _per_scenario(versus: VersusBestOfEach) -> VersusPerScenario:
+    return VersusPerScenario(
+        share_better=versus.share_better,
+        share_surely_better=versus.share_surely_better,
+        worst_ratio=versus.worst.cost.ratio,
+        worst_scenario=versus.worst.scenario,
+        scenarios={
+            v.scenario: VersusInScenario(**_ratios(v), p_value=v.p_value, p_holm=v.p_holm)
+            for v in versus.verdicts
+        },
+    )
+
+
+def _ranked(standing: Standing) -> RankedPolicy:
+    contender = standing.contender
+    return RankedPolicy(
+        policy=contender.label,
+        spec=contender.spec,
+        role=contender.role,
+        score=standing.score,
+        vs_best_single=Versus(**_ratios(standing.versus)),
+    )
+
+
+def _cell_means(found: Evaluation) -> list[CellMeans]:
+    grid = found.grid
+    return [
+        CellMeans(
+            scenario=scenario,
+            policy=policy,
+            **flat(averaged([cell.summary for cell in cells])),
+            **flat(merged_extremes(cells)),
+        )
+        for scenario, row in zip(grid.scenarios, grid.cells, strict=True)
+        for policy, cells in zip(grid.policies, row, strict=True)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class MergedExtremes(Extremes):
+    """The extremes of several seeds: the worst is the worst, rates are means."""
+
+    alarms: int  #: seeds on which the queue grew without bound
+
+
+def merged_extremes(cells: Sequence[Cell]) -> MergedExtremes:
+    """Merge the extremes of the cells of several seeds."""
+    all_ = [cell.extremes for cell in cells]
+    sessions = [e.worst_session_ttft_s for e in all_ if e.worst_session_ttft_s is not None]
+
+    def mean(name: str) -> float:
+        return sum(float(getattr(e, name)) for e in all_) / len(all_)
+
+    return MergedExtremes(
+        longest_ttft_s=max(e.longest_ttft_s for e in all_),
+        longest_e2e_s=max(e.longest_e2e_s for e in all_),
+        worst_session_ttft_s=max(sessions, default=None),
+        over_limit=sum(e.over_limit for e in all_),
+        least_share=min(e.least_share for e in all_),
+        most_share=max(e.most_share for e in all_),
+        steady_rps=mean("steady_rps"),
+        last_queue=mean("last_queue"),
+        queue_grows=any(e.queue_grows for e in all_),
+        alarms=sum(e.queue_grows for e in all_),
+    )
+
+
+# ---- cells as a table ---------------------------------------------------------------------------
+
+
 def table(found: Evaluation) -> pa.Table:
-    """Return one row per cell, those of the selection included: scenario, policy, seed, figures."""
-    roles = {c.label: c for c in found.plan.contenders}
+    """Return one row per cell, those of the selection included: scenario, policy, seed, metrics."""
+    contenders = {c.label: c for c in found.plan.contenders}
     measured = [cell for row in found.grid.cells for cells in row for cell in cells]
     rows = []
     for cell in (*measured, *found.selection):
-        about = roles[cell.policy]
+        about = contenders[cell.policy]
         rows.append(
             {
                 "scenario": cell.scenario,
@@ -74,11 +344,11 @@ def table(found: Evaluation) -> pa.Table:
     return pa.Table.from_pylist(rows)
 
 
-def flat(figures: Any) -> dict[str, Any]:
-    """Return the fields of a summary as columns; a latency becomes four."""
+def flat(metrics: Summary | Extremes) -> dict[str, Any]:
+    """Return metrics as columns; a latency becomes four."""
     columns: dict[str, Any] = {}
-    for field in dataclasses.fields(figures):
-        value = getattr(figures, field.name)
+    for field in dataclasses.fields(metrics):
+        value = getattr(metrics, field.name)
         if isinstance(value, Latency):
             columns |= {f"{field.name}_{k}": v for k, v in dataclasses.asdict(value).items()}
         else:
@@ -86,133 +356,48 @@ def flat(figures: Any) -> dict[str, Any]:
     return columns
 
 
-def as_data(found: Evaluation) -> dict[str, Any]:
-    """Return what the JSON file holds; plain, without NaN."""
-    plan, subject = found.plan, found.subject
-    data: dict[str, Any] = {
-        "suite": plan.suite,
-        "subject": plan.subject,
-        "seeds": list(plan.seeds),
-        "purpose": str(purpose_of(plan.seeds[0]) or "own"),
-        "selection_seeds": list(plan.selection_seeds),
-        "requests": {s.name: s.workload.requests for s in plan.scenarios},
-        "warmup_fraction": plan.measure.warmup_fraction,
-        "ttft_limit_s": plan.measure.ttft_limit_s,
-        "tailrace": __version__,
-        "sources": source_digest(),
-        "reference": REFERENCE,
-        "best_single": found.best_single,
-        "best_hand_made": found.best_hand_made,
-        "best_of_each": dict(zip(found.grid.scenarios, found.best_of_each, strict=True)),
-        "vs_best_single": _or_none(subject.versus if subject else None),
-        "vs_best_hand_made": _or_none(found.versus_hand_made),
-        "vs_best_per_scenario": None if found.versus_each is None else _each(found.versus_each),
-        "policies": [_standing(s) for s in found.standings],
-    }
-    cells: list[dict[str, Any]] = _rounded(plain(_cells(found)), CELL_DIGITS)
-    # Not rounded: whoever plays a scenario again gets the very same requests.
-    settings = {
-        s.name: s.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
-        for s in plan.scenarios
-    }
-    return {**_rounded(plain(data), DIGITS), "scenarios": plain(settings), "cells": cells}
+def cell_of(row: dict[str, Any]) -> Cell:
+    """Return the cell of a row of :func:`table`; raises KeyError if a metric is missing."""
+
+    def of(kind: type[Summary] | type[Extremes]) -> Any:
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(kind):
+            if field.type is Latency:
+                names = [f.name for f in dataclasses.fields(Latency)]
+                values[field.name] = Latency(**{n: row[f"{field.name}_{n}"] for n in names})
+            else:
+                value = row[field.name]
+                values[field.name] = tuple(value) if isinstance(value, list) else value
+        return kind(**values)
+
+    return Cell(row["scenario"], row["policy"], row["seed"], of(Summary), of(Extremes))
 
 
-def _single(versus: VersusBestSingle) -> dict[str, Any]:
-    return {
-        "policy": versus.opponent,
-        **{name: getattr(versus, name).ratio for name in _HEADLINE},
-        "intervals": {name: _bounds(getattr(versus, name)) for name in _HEADLINE},
-    }
+# ---- reading ------------------------------------------------------------------------------------
 
 
-def _or_none(versus: VersusBestSingle | None) -> dict[str, Any] | None:
-    return None if versus is None else _single(versus)
-
-
-def _each(versus: VersusBestOfEach) -> dict[str, Any]:
-    worst = versus.worst
-    return {
-        "share_better": versus.share_better,
-        "share_surely_better": versus.share_surely_better,
-        "worst_ratio": worst.cost.ratio,
-        "worst_scenario": worst.scenario,
-        "scenarios": {
-            v.scenario: {
-                "policy": v.opponent,
-                **{name: getattr(v, name).ratio for name in _HEADLINE},
-                "intervals": {name: _bounds(getattr(v, name)) for name in _HEADLINE},
-                "p_value": v.p_value,
-                "p_holm": v.p_holm,
-            }
-            for v in versus.verdicts
-        },
-    }
-
-
-def _standing(standing: Standing) -> dict[str, Any]:
-    contender = standing.contender
-    return {
-        "policy": contender.label,
-        "spec": contender.spec,
-        "role": str(contender.role),
-        "score": standing.score,
-        "vs_best_single": _single(standing.versus),
-    }
-
-
-def _cells(found: Evaluation) -> list[dict[str, Any]]:
-    """Every policy on every scenario, means over seeds; counts are totals."""
-    grid = found.grid
-    return [
-        {
-            "scenario": scenario,
-            "policy": policy,
-            **_shown(flat(averaged([cell.summary for cell in cells]))),
-            **merged_extremes(cells),
-        }
-        for scenario, row in zip(grid.scenarios, grid.cells, strict=True)
-        for policy, cells in zip(grid.policies, row, strict=True)
-    ]
-
-
-def _shown(columns: dict[str, Any]) -> dict[str, Any]:
-    return {name: columns[name] for name in _CELL_FIGURES}
-
-
-def merged_extremes(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Merge the extremes of several seeds: the worst is the worst, rates are means."""
-    all_ = [cell.extremes for cell in cells]
-    sessions = [e.worst_session_ttft_s for e in all_ if e.worst_session_ttft_s is not None]
-
-    def mean(name: str) -> float:
-        return sum(float(getattr(e, name)) for e in all_) / len(all_)
-
-    merged = Extremes(
-        longest_ttft_s=max(e.longest_ttft_s for e in all_),
-        longest_e2e_s=max(e.longest_e2e_s for e in all_),
-        worst_session_ttft_s=max(sessions, default=None),
-        over_limit=sum(e.over_limit for e in all_),
-        least_share=min(e.least_share for e in all_),
-        most_share=max(e.most_share for e in all_),
-        steady_rps=mean("steady_rps"),
-        last_queue=mean("last_queue"),
-        queue_grows=any(e.queue_grows for e in all_),
+def damaged(path: Path, what: str) -> TailraceError:
+    """Return the error of a results file that cannot be used."""
+    return TailraceError(
+        f"{path} is damaged ({what}); the `tailrace evaluate` command that made it writes it anew "
+        "from its cells"
     )
-    return {**flat(merged), "alarms": sum(e.queue_grows for e in all_)}
 
 
-def _bounds(interval: Interval) -> list[float] | None:
-    if interval.low is None or interval.high is None:
-        return None
-    return [interval.low, interval.high]
-
-
-def _rounded(value: Any, digits: int) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{digits}g}")
-    if isinstance(value, dict):
-        return {key: _rounded(item, digits) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_rounded(item, digits) for item in value]
-    return value
+def read(path: Path) -> ResultsFile:
+    """Read a results.json; raises if it is damaged or holds no results."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise damaged(path, str(error)) from None
+    try:
+        results = ResultsFile.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
+    if not (results.seeds and results.policies and results.best_of_each):
+        raise damaged(path, "it holds no results")
+    return results

@@ -1,25 +1,28 @@
-"""What a report is made of: the results folder of ``tailrace evaluate``, read back and checked."""
+"""The results folder of ``tailrace evaluate``, read back and checked."""
 
-import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
-from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.evaluate.judge.compare import Interval
-from tailrace.evaluate.judge.results import JSON, PARQUET
+from tailrace.evaluate.judge.results import (
+    JSON,
+    PARQUET,
+    RankedPolicy,
+    ResultsFile,
+    cell_of,
+    damaged,
+    read,
+)
 from tailrace.evaluate.judge.statistics import Grid, versus_single
 from tailrace.evaluate.measure.cells import Cell
 from tailrace.evaluate.measure.contender import Role
-from tailrace.evaluate.measure.metrics import Latency, Summary
-from tailrace.evaluate.measure.tail import Extremes
 from tailrace.saturation import with_capacity
 
 #: Ratios of the two files that differ by more than this are of different evaluations; the JSON
@@ -27,71 +30,22 @@ from tailrace.saturation import with_capacity
 SAME = 1e-4
 
 
-class _Part(BaseModel):
-    """Part of results.json; what a report does not need is passed over."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class Versus(_Part):
-    """Ratios to another policy, geometric means over scenarios."""
-
-    policy: str
-    cost: float | None
-    p99_ttft: float | None
-    mean_e2e: float | None
-    throughput: float | None
-    intervals: dict[str, tuple[float, float] | None]
-
-
-class Standing(_Part):
-    """One policy over all scenarios."""
-
-    policy: str
-    spec: str
-    role: Role
-    score: float | None
-    vs_best_single: Versus
-
-
-class Summed(_Part):
-    """What results.json says."""
-
-    suite: str
-    subject: str | None
-    seeds: tuple[int, ...]
-    purpose: str
-    selection_seeds: tuple[int, ...]
-    requests: dict[str, int]
-    warmup_fraction: float
-    ttft_limit_s: float
-    tailrace: str
-    sources: str
-    reference: str
-    best_single: str
-    best_hand_made: str
-    best_of_each: dict[str, str]
-    policies: tuple[Standing, ...]
-    scenarios: dict[str, dict[str, Any]] = {}
-    """Settings of the scenarios; without them only shipped ones can be played again."""
-
-
 @dataclass(frozen=True)
 class Results:
-    """An evaluation as its folder tells it."""
+    """An evaluation as its results folder has it."""
 
     folder: Path
-    data: Summed
+    data: ResultsFile
     grid: Grid
     subject: str  #: the policy the report is about
 
     @property
-    def opponents(self) -> tuple[str, ...]:
+    def best_of_each(self) -> tuple[str, ...]:
         """The best rule of each scenario [S]."""
         return tuple(self.data.best_of_each[name] for name in self.grid.scenarios)
 
     @cached_property
-    def standing(self) -> dict[str, Standing]:
+    def standing(self) -> dict[str, RankedPolicy]:
         """Every policy by its name, lowest score first."""
         return {s.policy: s for s in self.data.policies}
 
@@ -133,7 +87,7 @@ def load(folder: Path, policy: str | None = None) -> Results:
         raise TailraceError(
             f"there is no results folder {folder}; make one with `tailrace evaluate -o {folder}`"
         )
-    data = _summed(folder / JSON)
+    data = read(_existing(folder / JSON))
     grid = _grid(folder / PARQUET, data)
     subject = policy or data.subject
     if subject is None:
@@ -148,13 +102,6 @@ def load(folder: Path, policy: str | None = None) -> Results:
     return results
 
 
-def _damaged(path: Path, what: str) -> TailraceError:
-    return TailraceError(
-        f"{path} is damaged ({what}); the `tailrace evaluate` command that made it writes it anew "
-        "from its cells"
-    )
-
-
 def _existing(path: Path) -> Path:
     if not path.is_file():
         raise TailraceError(
@@ -164,33 +111,15 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _summed(path: Path) -> Summed:
-    try:
-        data = json.loads(_existing(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise _damaged(path, str(error)) from None
-    try:
-        summed = Summed.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise _damaged(path, f"{where}: {first['msg']}" if where else first["msg"]) from None
-    if not (summed.seeds and summed.policies and summed.best_of_each):
-        raise _damaged(path, "it holds no results")
-    return summed
-
-
-def _grid(path: Path, data: Summed) -> Grid:
+def _grid(path: Path, data: ResultsFile) -> Grid:
     """All cells on the seeds of the evaluation; those of the selection are left out."""
     try:
         rows = pyarrow.parquet.read_table(_existing(path)).to_pylist()
-        cells = [_cell(row) for row in rows if row["seed"] in data.seeds]
+        cells = [cell_of(row) for row in rows if row["seed"] in data.seeds]
     except (pa.ArrowException, OSError) as error:
-        raise _damaged(path, " ".join(str(error).split())) from None
+        raise damaged(path, " ".join(str(error).split())) from None
     except (KeyError, TypeError) as error:
-        raise _damaged(path, f"there is no figure {error}") from None
+        raise damaged(path, f"there is no figure {error}") from None
     try:
         return Grid.of(
             cells, list(data.best_of_each), [s.policy for s in data.policies], data.seeds
@@ -203,26 +132,11 @@ def _grid(path: Path, data: Summed) -> Grid:
         ) from None
 
 
-def _cell(row: dict[str, Any]) -> Cell:
-    def of(kind: type[Summary] | type[Extremes]) -> Any:
-        values: dict[str, Any] = {}
-        for field in fields(kind):
-            if field.type is Latency:
-                parts = {f.name: row[f"{field.name}_{f.name}"] for f in fields(Latency)}
-                values[field.name] = Latency(**parts)
-            else:
-                value = row[field.name]
-                values[field.name] = tuple(value) if isinstance(value, list) else value
-        return kind(**values)
-
-    return Cell(row["scenario"], row["policy"], row["seed"], of(Summary), of(Extremes))
-
-
 def _check_same(results: Results) -> None:
     """Raise unless both files tell the same of the subject: one may be of an older evaluation."""
     claimed = results.standing[results.subject].vs_best_single
     if claimed.policy not in results.grid.policies:
-        raise _damaged(results.folder / JSON, f"no policy is called '{claimed.policy}'")
+        raise damaged(results.folder / JSON, f"no policy is called '{claimed.policy}'")
     found = versus_single(results.grid, results.subject, claimed.policy).cost.ratio
     if claimed.cost is not None and not abs(found - claimed.cost) <= SAME * claimed.cost:
         raise TailraceError(

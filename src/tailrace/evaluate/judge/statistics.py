@@ -178,7 +178,7 @@ class Verdict:
     """A policy against the best rule of one scenario."""
 
     scenario: str
-    opponent: str  #: chosen on tuning seeds
+    baseline: str  #: chosen on tuning seeds
     cost: Interval
     p99_ttft: Interval
     mean_e2e: Interval
@@ -191,7 +191,7 @@ class Verdict:
 class VersusBestSingle:
     """A policy against the best single rule: geometric means over scenarios."""
 
-    opponent: str  #: chosen on tuning seeds
+    baseline: str  #: chosen on tuning seeds
     cost: Interval
     p99_ttft: Interval
     mean_e2e: Interval
@@ -220,32 +220,32 @@ class VersusBestOfEach:
         return max(self.verdicts, key=lambda v: v.cost.ratio)
 
 
-def versus_single(grid: Grid, policy: str, opponent: str) -> VersusBestSingle:
+def versus_single(grid: Grid, policy: str, baseline: str) -> VersusBestSingle:
     """Set a policy against one rule over all scenarios."""
-    others = [opponent] * len(grid.scenarios)
+    others = [baseline] * len(grid.scenarios)
 
     def mean(figure: str) -> Interval:
         return grid.ratios(figure, policy, others).geometric_mean()
 
     return VersusBestSingle(
-        opponent, mean("cost"), mean("p99_ttft"), mean("mean_e2e"), mean("throughput")
+        baseline, mean("cost"), mean("p99_ttft"), mean("mean_e2e"), mean("throughput")
     )
 
 
-def versus_each(grid: Grid, policy: str, opponents: Sequence[str]) -> VersusBestOfEach:
+def versus_each(grid: Grid, policy: str, baselines: Sequence[str]) -> VersusBestOfEach:
     """Set a policy against the best rule of each scenario."""
 
     def each(figure: str) -> list[Interval]:
-        return grid.ratios(figure, policy, opponents).each()
+        return grid.ratios(figure, policy, baselines).each()
 
     logs = np.log(grid.values("cost"))
     mine = logs[:, grid.policies.index(policy)]
     p_values = [
-        sign_flip_p(mine[s] - logs[s, grid.policies.index(opponent)])
-        for s, opponent in enumerate(opponents)
+        sign_flip_p(mine[s] - logs[s, grid.policies.index(baseline)])
+        for s, baseline in enumerate(baselines)
     ]
     columns = (
-        grid.scenarios, opponents, each("cost"), each("p99_ttft"), each("mean_e2e"),
+        grid.scenarios, baselines, each("cost"), each("p99_ttft"), each("mean_e2e"),
         each("throughput"), p_values, holm(p_values),
     )  # fmt: skip
     return VersusBestOfEach(tuple(Verdict(*row) for row in zip(*columns, strict=True)))

@@ -146,7 +146,7 @@ class Evaluation:
     grid: Grid  #: on its seeds
     selection: tuple[Cell, ...]  #: on the seeds of the selection
     best_single: str
-    best_hand_made: str  #: the same without the learned opponents
+    best_hand_made: str  #: the same without the learned baselines
     best_of_each: tuple[str, ...]  #: [S]
     standings: tuple[Standing, ...]  #: lowest score first
     versus_hand_made: VersusBestSingle | None  #: the subject against the best hand-made rule

@@ -1,4 +1,4 @@
-"""Files of what was tuned: constants of rules as JSON, learned opponents as policy files."""
+"""Files of what was tuned: constants of rules as JSON, learned baselines as policy files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.config import Cluster, Replica, Scenario, Workload
-from tailrace.evaluate.search.capacity import Objective
+from tailrace.evaluate.search.capacity import ServiceObjective
 from tailrace.evaluate.search.sizing import Kind, Need, Wanted, plan, targets_s
 from tailrace.files import atomic_path
 from tailrace.policy import registry
@@ -55,7 +55,7 @@ def needs_of(case: Case, policies: list[str], jobs: int | None) -> list[Need]:
             requests=int(TRAFFIC_S * case.rate_rps),
         ),
     )
-    objectives = (Objective("ttft_p99_s", case.ttft_p99_s),)
+    objectives = (ServiceObjective("ttft_p99_s", case.ttft_p99_s),)
     tried = targets_s(scenario, objectives)
     wanted = Wanted(scenario, objectives, tuple(seeds(Purpose.TUNING, SEEDS)), MOST, tried)
     return plan(wanted, [Kind(replica.device, replica)], policies, jobs=jobs)

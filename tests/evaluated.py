@@ -9,7 +9,7 @@ from tailrace.evaluate.judge import replays, results
 from tailrace.evaluate.judge.baselines import contender
 from tailrace.evaluate.judge.results_folder import load
 from tailrace.evaluate.judge.suite import (
-    Plan,
+    EvaluationPlan,
     evaluate,
     load_scenarios,
     ranking_seeds,
@@ -33,7 +33,7 @@ def made(tmp_path_factory):
     worlds = tuple(load_scenarios(SCENARIOS, REQUESTS))
     names = ("least_outstanding", "lmetric", "round_robin", "lookahead")
     tested = contender(str(policy), worlds[0], Role.SUBJECT)
-    plan = Plan(
+    plan = EvaluationPlan(
         "custom",
         worlds,
         (tested, *(contender(name, worlds[0]) for name in names)),

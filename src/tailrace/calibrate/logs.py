@@ -26,7 +26,7 @@ from tailrace.calibrate.result import (
 )
 from tailrace.config import Cluster, CostModel, Engine, Replica
 from tailrace.errors import TailraceError
-from tailrace.replay.recorded import Recorded
+from tailrace.replay.recorded import RecordedTraffic
 from tailrace.sim.result import SimResult
 from tailrace.sim.simulator import Simulation, uses_reference
 from tailrace.workload.table import RequestTable
@@ -74,7 +74,7 @@ class _Explained:
 
 
 def calibrate_log(
-    recorded: Recorded,
+    recorded: RecordedTraffic,
     known: Replica,
     *,
     same: bool = False,
@@ -110,7 +110,7 @@ def calibrate_log(
     return Calibration("decision log", tuple(found))
 
 
-def _part(recorded: Recorded, replica: int) -> _Part:
+def _part(recorded: RecordedTraffic, replica: int) -> _Part:
     rows = recorded.by_sending(replica)
     done = recorded.outcomes[rows]
     table = recorded.at(rows)

@@ -21,7 +21,7 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.evaluate.search.capacity import Objective
+    from tailrace.evaluate.search.capacity import ServiceObjective
 
 _SLO = "Objectives (all must hold; default: --attainment 0.99)"
 _SECONDS: dict[str, Any] = {
@@ -53,13 +53,13 @@ def objective_options(function: F) -> F:
     return function
 
 
-def take_objectives(params: dict[str, Any]) -> "tuple[Objective, ...]":
+def take_objectives(params: dict[str, Any]) -> "tuple[ServiceObjective, ...]":
     """Take what :func:`objective_options` added out of a command's parameters."""
-    from tailrace.evaluate.search.capacity import OBJECTIVES, Objective
+    from tailrace.evaluate.search.capacity import OBJECTIVES, ServiceObjective
 
     given = {kind: params.pop(kind) for kind in OBJECTIVES}
     limits = [(kind, limit) for kind, limit in given.items() if limit is not None]
-    return tuple(Objective(kind, limit) for kind, limit in limits or [("attainment", 0.99)])
+    return tuple(ServiceObjective(kind, limit) for kind, limit in limits or [("attainment", 0.99)])
 
 
 @click.command("capacity", cls=SectionedCommand)

@@ -20,7 +20,7 @@ from tailrace.cli.options import (
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.evaluate.judge.suite import Plan
+    from tailrace.evaluate.judge.suite import EvaluationPlan
 
 DEFAULT_SUITE = "standard"
 DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
@@ -160,7 +160,7 @@ def _plan(
     requests: int | None,
     warmup: float,
     ttft_limit_s: float,
-) -> "Plan":
+) -> "EvaluationPlan":
     """Make a plan of the options; raises before any work is done if they cannot be met."""
     from tailrace.evaluate.judge import baselines, checkpoints
     from tailrace.evaluate.judge import suite as suites
@@ -196,7 +196,7 @@ def _plan(
     kind = purpose or ("tuning" if run is not None else "evaluation")
     count = seed_count or (DEFAULT_SEEDS if run is None else DEFAULT_RANKING_SEEDS)
     take = suites.evaluation_seeds if kind == "evaluation" else suites.ranking_seeds
-    return suites.Plan(
+    return suites.EvaluationPlan(
         label,
         tuple(found),
         tuple(everybody),
@@ -231,7 +231,9 @@ def _folder(output: Path | None) -> Iterator[Path]:
 
 
 @contextmanager
-def _interruptible(plan: "Plan", output: Path | None) -> Iterator[Callable[[int, int], None]]:
+def _interruptible(
+    plan: "EvaluationPlan", output: Path | None
+) -> Iterator[Callable[[int, int], None]]:
     """Say on Ctrl-C what is kept, and on the way what was there already."""
     state = {"done": 0, "told": 0}
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.option(
     "--state", "state_files", multiple=True, type=click.Path(path_type=Path), metavar="FILE",
     cls=SectionOption,
-    help="A situation in TOML (see examples/states): what it does there and why; may be repeated.",
+    help="A state in TOML (see examples/states): what it does there and why; may be repeated.",
 )  # fmt: skip
 @click.option(
     "--all", "all_features", is_flag=True, cls=SectionOption, section=OUTPUT,
@@ -73,12 +73,12 @@ def command(
     What its file says, which features it reacts to, where its attention goes, how it spreads
     requests, how often it agrees with each rule, and what it does in given states.
     """
-    from tailrace.evaluate.explain.explain_state import answer
+    from tailrace.evaluate.explain.explain_state import explain_state
     from tailrace.evaluate.explain.inspect import description, inspect, learned, parameters
     from tailrace.evaluate.explain.state_file import read
     from tailrace.seeds import Purpose, seeds
     from tailrace.terminal.inspection_plots import check_plot, plot_inspection
-    from tailrace.terminal.inspections import print_about, print_answer, print_inspection
+    from tailrace.terminal.inspections import print_about, print_explanation, print_inspection
 
     chosen = learned(policy)
     if not scenario_names and not state_files:
@@ -101,20 +101,20 @@ def command(
         if worlds:
             traffic_seed = seeds(Purpose.TUNING, 1)[0] if seed is None else seed
             found = inspect(chosen, worlds, traffic_seed, states=states, progress=advance)
-    answers = [answer(chosen, state, name) for name, state in given]
+    explanations = [explain_state(chosen, state, name) for name, state in given]
     if plot is not None:
-        plot_inspection(found, answers, plot)
+        plot_inspection(found, explanations, plot)
     if as_json:
-        console.print_json({"inspection": found, "states": answers})
+        console.print_json({"inspection": found, "states": explanations})
         return
     output = console.stdout()
     if found is None:
         print_about(output, chosen.name, parameters(chosen), description(chosen))
     else:
         print_inspection(output, found, all_features=all_features)
-    for one in answers:
+    for one in explanations:
         output.print()
-        print_answer(output, one)
+        print_explanation(output, one)
 
 
 def _scenario(name: str, requests: int) -> "Scenario":

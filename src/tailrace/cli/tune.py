@@ -119,7 +119,7 @@ def _tune_rules(
     **_: Any,
 ) -> None:  # fmt: skip
     from tailrace.evaluate.judge.suite import TUNE_FROM
-    from tailrace.evaluate.search.tune import Objective, tune_rule
+    from tailrace.evaluate.search.tune import TuningObjective, tune_rule
     from tailrace.evaluate.search.tuned import merge, record_of
     from tailrace.parallel import WorkerPool
     from tailrace.seeds import Purpose, seeds
@@ -135,7 +135,7 @@ def _tune_rules(
     found: dict[str, Tuned] = {}
     show = not (as_json or quiet)
     with WorkerPool(jobs) as pool, console.progress("tuning", len(targets), enabled=show) as update:
-        objective = Objective(traffics, pool)
+        objective = TuningObjective(traffics, pool)
         for name in targets:
             found[name] = tune_rule(name, objective, budget)
             update(len(found))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine
 from tailrace.errors import TailraceError
 from tailrace.policy.base import Policy
-from tailrace.replay.recorded import Recorded
+from tailrace.replay.recorded import RecordedTraffic
 from tailrace.sim.result import SimResult
 from tailrace.sim.simulator import Simulation, simulate, uses_reference
 from tailrace.view.records import View
@@ -71,7 +71,7 @@ class Fidelity:
 
 
 def fidelity(
-    recorded: Recorded,
+    recorded: RecordedTraffic,
     cluster: Cluster,
     engine: Engine | None = None,
     *,
@@ -155,7 +155,7 @@ def _rank_correlation(a: Floats, b: Floats) -> float | None:
 
 
 def _resent(
-    recorded: Recorded, rows: NDArray[np.int64], cluster: Cluster, engine: Engine
+    recorded: RecordedTraffic, rows: NDArray[np.int64], cluster: Cluster, engine: Engine
 ) -> SimResult:
     """Simulate requests in order of sending, each on its recorded replica."""
     table = recorded.at(rows)

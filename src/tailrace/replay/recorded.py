@@ -28,7 +28,7 @@ OUTCOME = np.dtype(
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RecordedTraffic:
     """Answered requests in the order of their arrival, and what became of them [R] (OUTCOME)."""
 
     table: RequestTable
@@ -90,7 +90,7 @@ def is_recorded(path: Path) -> bool:
         raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read(path: Path) -> Recorded:
+def read(path: Path) -> RecordedTraffic:
     """Read a decision log, a file or a folder of them, with the times of its requests."""
     if not is_recorded(path):
         raise TailraceError(
@@ -118,7 +118,7 @@ def read(path: Path) -> Recorded:
             raise TailraceError(f"{where}: the times of the request are not in order")
     policies = Counter(str(data.get("policy")) for _, data in chosen)
     names = tuple(name for name, _ in policies.most_common())
-    return Recorded(trace.table, outcomes, names, trace.skipped)
+    return RecordedTraffic(trace.table, outcomes, names, trace.skipped)
 
 
 def _number(where: str, data: dict[str, Any], key: str) -> float:

@@ -17,7 +17,7 @@ from tailrace.workload.table import RequestTable
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayOutcome:
     """One policy on one size of the cluster."""
 
     policy: str
@@ -65,7 +65,7 @@ def what_if(
     overhead_ms: Sequence[float] = (0.0,),
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
-) -> list[Outcome]:
+) -> list[ReplayOutcome]:
     """Simulate a table under each policy with each number of replicas, the cheapest policy first.
 
     ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all.
@@ -90,7 +90,7 @@ def what_if(
             if progress is not None:
                 progress(done)
     outcomes = [
-        Outcome(policy, size, found[size, policy]) for size in clusters for policy in wanted
+        ReplayOutcome(policy, size, found[size, policy]) for size in clusters for policy in wanted
     ]
     order = {size: k for k, size in enumerate(clusters)}
     return sorted(outcomes, key=lambda o: (order[o.replicas], o.summary.cost_s))

@@ -85,7 +85,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Content:
+class ReportContent:
     """All of a report."""
 
     subject: str

@@ -11,9 +11,9 @@ from tailrace.report import charts, tables, timelines
 from tailrace.report.blocks import (
     Block,
     Commands,
-    Content,
     Folded,
     Gallery,
+    ReportContent,
     Section,
     Tabular,
     Tile,
@@ -27,7 +27,7 @@ from tailrace.view.objective import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_W
 FEW_SEEDS = 10
 
 
-def content(results: Results, replays: Replays | None, method: Section) -> Content:
+def content(results: Results, replays: Replays | None, method: Section) -> ReportContent:
     """Put a report together; without replays it has no plots that need them."""
     each = versus_each(results.grid, results.subject, results.best_of_each)
     sections = [
@@ -67,7 +67,7 @@ def content(results: Results, replays: Replays | None, method: Section) -> Conte
         _single_scenarios(results),
         method,
     ]
-    return Content(
+    return ReportContent(
         subject=results.subject,
         title=f"{results.subject} on the suite {results.data.suite}"
         if results.data.suite != "custom"

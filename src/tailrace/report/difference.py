@@ -6,7 +6,7 @@ from tailrace.evaluate.explain.decisions import Decisions, Difference, replicas_
 from tailrace.evaluate.judge.replays import Replays
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.report.blocks import Block, Cards, Section, Tabular, Words
-from tailrace.report.tables import Cell, Row, Table, plain, share_bar, share_text
+from tailrace.report.tables import Row, Table, TableCell, plain, share_bar, share_text
 
 #: Features shown, and examples.
 FEATURES, EXAMPLES = 7, 4
@@ -57,7 +57,7 @@ def _shares(found: Sequence[Decisions]) -> Table:
         share = float(one.differs.mean())
         bar = share_bar(share, f"{one.scenario}: {share_text(share)}")
         cells = plain(one.scenario, share_text(share), "", str(len(one.differs)))
-        rows.append(Row((*cells[:2], Cell("", picture=bar), cells[3])))
+        rows.append(Row((*cells[:2], TableCell("", picture=bar), cells[3])))
     return Table(
         "How often it deviates.",
         ("scenario", "it deviates in", "", "of so many decisions"),

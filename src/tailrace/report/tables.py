@@ -10,7 +10,7 @@ from tailrace.evaluate.judge.compare import Interval, averaged
 from tailrace.evaluate.judge.results import RankedPolicy, merged_extremes
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach
-from tailrace.evaluate.measure.cells import Cell as Run
+from tailrace.evaluate.measure.cells import Cell
 from tailrace.report.svg import Scale, around, tick_text, whisker
 from tailrace.terminal.tables import number
 
@@ -26,7 +26,7 @@ TIMES = "\u00d7"
 
 
 @dataclass(frozen=True)
-class Cell:
+class TableCell:
     """One cell: text, a smaller note (an interval), a picture instead of both in HTML."""
 
     text: str
@@ -38,7 +38,7 @@ class Cell:
 class Row:
     """One row; the first cell is its heading."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[TableCell, ...]
     strong: bool = False
 
 
@@ -54,9 +54,9 @@ class Table:
     pictures: int | None = None  #: column of the pictures; left out in Markdown
 
 
-def plain(*texts: str) -> tuple[Cell, ...]:
+def plain(*texts: str) -> tuple[TableCell, ...]:
     """Return cells of plain text."""
-    return tuple(Cell(text) for text in texts)
+    return tuple(TableCell(text) for text in texts)
 
 
 def ratio_text(ratio: float | None) -> str:
@@ -73,9 +73,9 @@ def bounds_text(low: float | None, high: float | None) -> str:
     return f"{ratio_text(low)}{DASH}{ratio_text(high)}"
 
 
-def ratio_cell(interval: Interval) -> Cell:
+def ratio_cell(interval: Interval) -> TableCell:
     """Return a ratio with its interval."""
-    return Cell(ratio_text(interval.ratio), bounds_text(interval.low, interval.high))
+    return TableCell(ratio_text(interval.ratio), bounds_text(interval.low, interval.high))
 
 
 def share_text(share: float, decimals: int = 1) -> str:
@@ -106,7 +106,7 @@ def headline(results: Results) -> Table:
         if name == subject:
             continue
         ratios = [grid.ratios(key, subject, others).geometric_mean() for key, _ in HEADLINE]
-        rows.append(Row((Cell(label), *map(ratio_cell, ratios))))
+        rows.append(Row((TableCell(label), *map(ratio_cell, ratios))))
     heads = (f"{subject} against", *(title for _, title in HEADLINE))
     return Table(
         "Ratios of the policy under test to others: below 1 is better, but for throughput. "
@@ -122,10 +122,10 @@ def ranking(results: Results) -> Table:
     for place, (name, standing) in enumerate(results.standing.items(), start=1):
         ratios = [_stated(standing, key) for key, _ in HEADLINE]
         cells = (
-            Cell(name),
-            Cell(str(standing.role)),
-            Cell(str(place)),
-            Cell(ratio_text(standing.score)),
+            TableCell(name),
+            TableCell(str(standing.role)),
+            TableCell(str(place)),
+            TableCell(ratio_text(standing.score)),
             *map(ratio_cell, ratios),
         )
         rows.append(Row(cells, strong=name == results.subject))
@@ -158,11 +158,11 @@ def scenarios(each: VersusBestOfEach) -> Table:
         if isfinite(cost.ratio):
             picture = whisker(scale, cost.ratio, cost.low, cost.high, "subject", tip)
         cells = (
-            Cell(verdict.scenario),
-            Cell(verdict.baseline),
+            TableCell(verdict.scenario),
+            TableCell(verdict.baseline),
             ratio_cell(cost),
-            Cell("", picture=picture),
-            Cell(p_text(verdict.p_holm)),
+            TableCell("", picture=picture),
+            TableCell(p_text(verdict.p_holm)),
             ratio_cell(verdict.p99_ttft),
             ratio_cell(verdict.mean_e2e),
             ratio_cell(verdict.throughput),
@@ -221,15 +221,15 @@ def one_scenario(results: Results, scenario: str) -> Table:
         mean = means[name]
         versus = results.cost_ratios[name][index]
         cells = (
-            Cell(name),
-            Cell(number(mean.cost_s)),
+            TableCell(name),
+            TableCell(number(mean.cost_s)),
             ratio_cell(versus),
             *plain(*(number(v) for v in (mean.ttft_s.mean, mean.ttft_s.p50, mean.ttft_s.p90))),
             *plain(number(mean.ttft_s.p99), number(mean.e2e_s.mean), number(mean.e2e_s.p99)),
-            Cell(number(None if mean.tpot_s.mean is None else 1e3 * mean.tpot_s.mean)),
+            TableCell(number(None if mean.tpot_s.mean is None else 1e3 * mean.tpot_s.mean)),
             *plain(share_text(mean.slo_attainment), number(mean.goodput_rps)),
             *plain(share_text(mean.prefix_hit_rate, 0), number(mean.imbalance)),
-            Cell(str(mean.failed + mean.pending)),
+            TableCell(str(mean.failed + mean.pending)),
         )
         rows.append(Row(cells, strong=name == results.subject))
     heads = (
@@ -263,7 +263,7 @@ def fairness(results: Results) -> Table:
     )  # fmt: skip
 
 
-def _fair(scenario: str, name: str, cells: Sequence[Run], subject: str) -> Row:
+def _fair(scenario: str, name: str, cells: Sequence[Cell], subject: str) -> Row:
     worst = merged_extremes(cells)
     session = worst.worst_session_ttft_s
     texts = (
@@ -292,7 +292,7 @@ def sizes(results: Results, of: Sequence[tuple[int, str]]) -> Table:
     for count, scenario in of:
         index = grid.scenarios.index(scenario)
         ratios = [ratio_cell(column[index]) for column in columns]
-        rows.append(Row((Cell(str(count)), Cell(scenario), *ratios)))
+        rows.append(Row((TableCell(str(count)), TableCell(scenario), *ratios)))
     return Table(
         f"{results.subject} over the number of replicas, with 95% intervals.",
         ("replicas", "scenario", f"cost ratio to {single}", f"P99 TTFT ratio to {single}",

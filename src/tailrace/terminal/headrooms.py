@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tailrace.errors import TailraceError
-from tailrace.evaluate.search.headroom import Headroom, Played, Room
+from tailrace.evaluate.search.headroom import Gain, Headroom, RewardResult
 from tailrace.files import atomic_path
 from tailrace.terminal.tables import UNKNOWN, Column, print_columns
 
@@ -22,12 +22,12 @@ _COLOURS = {"rule": RULE, "look-ahead": LOOK_AHEAD, "policy": POLICY}
 def print_headroom(console: Console, found: Headroom) -> None:
     """Print all policies, most reward first, and what follows from it."""
     played = found.played
-    rooms = {room.policy: room for room in (found.teacher, *found.others)}
+    gains = {gain.policy: gain for gain in (found.teacher, *found.others)}
     columns = [
         Column(("", "policy"), [p.policy for p in played], left=True),
         Column(("reward", "/decision"), [_short(p.reward) for p in played]),
-        Column(("against", "best rule"), [_share(p, found, rooms) for p in played]),
-        Column(("95 %", "interval"), [_interval(rooms.get(p.policy)) for p in played], 2),
+        Column(("against", "best rule"), [_share(p, found, gains) for p in played]),
+        Column(("95 %", "interval"), [_interval(gains.get(p.policy)) for p in played], 2),
         Column(("cost", "s"), [_short(p.cost_s) for p in played]),
         Column(("deviation", "/decision"), [_short(p.raw.deviation) for p in played], 4),
         Column(("", "P1"), [_short(p.raw.p01) for p in played], 5),
@@ -70,23 +70,23 @@ def _weights(found: Headroom) -> str:
     return ", ".join(f"{name} = {value}" for name, value in changed.items())
 
 
-def _share(played: Played, found: Headroom, rooms: dict[str, Room]) -> str:
+def _share(played: RewardResult, found: Headroom, gains: dict[str, Gain]) -> str:
     best = next(p for p in found.played if p.policy == found.best_rule)
     if played is best:
         return "best rule"
-    room = rooms.get(played.policy)
+    gain = gains.get(played.policy)
     difference = played.reward - best.reward
-    if room is not None and room.share is not None:
-        return f"{room.share:+.1%}"
-    if room is None and best.reward and abs(difference) < 10 * abs(best.reward):
+    if gain is not None and gain.share is not None:
+        return f"{gain.share:+.1%}"
+    if gain is None and best.reward and abs(difference) < 10 * abs(best.reward):
         return f"{difference / abs(best.reward):+.1%}"
     return f"{difference:+.3g}"
 
 
-def _interval(room: Room | None) -> str:
-    if room is None or room.low is None or room.high is None:
+def _interval(gain: Gain | None) -> str:
+    if gain is None or gain.low is None or gain.high is None:
         return UNKNOWN
-    return f"{room.low:+.3g} to {room.high:+.3g}"
+    return f"{gain.low:+.3g} to {gain.high:+.3g}"
 
 
 def _short(value: float) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tailrace.errors import TailraceError
-from tailrace.evaluate.explain.explain_state import Answer
+from tailrace.evaluate.explain.explain_state import StateExplanation
 from tailrace.evaluate.explain.inspect import Behaviour, Habit, Inspection
 from tailrace.files import atomic_path, check_target
 from tailrace.terminal.plots import PLOT_SUFFIXES
@@ -33,13 +33,15 @@ def check_plot(path: Path) -> None:
         raise TailraceError(f"cannot write {path}: there is no folder {path.parent}")
 
 
-def plot_inspection(found: Inspection | None, answers: Sequence[Answer], path: Path) -> list[Path]:
+def plot_inspection(
+    found: Inspection | None, explanations: Sequence[StateExplanation], path: Path
+) -> list[Path]:
     """Draw all panels into one file, or each into its own in a folder; returns the files."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise TailraceError("plots need matplotlib: pip install 'tailrace[plots]'") from None
-    panels = _panels(found, answers)
+    panels = _panels(found, explanations)
     if path.suffix:
         rows = -(-len(panels) // 2)
         columns = min(2, len(panels))
@@ -63,7 +65,9 @@ def plot_inspection(found: Inspection | None, answers: Sequence[Answer], path: P
     return written
 
 
-def _panels(found: Inspection | None, answers: Sequence[Answer]) -> list[tuple[str, Draw]]:
+def _panels(
+    found: Inspection | None, explanations: Sequence[StateExplanation]
+) -> list[tuple[str, Draw]]:
     """Name and drawing of every panel."""
     panels: list[tuple[str, Draw]] = []
     if found is not None:
@@ -77,7 +81,7 @@ def _panels(found: Inspection | None, answers: Sequence[Answer]) -> list[tuple[s
                 (f"shares-{behaviour.scenario}", partial(_draw_shares, behaviour)),
                 (f"habits-{behaviour.scenario}", partial(_draw_habits, behaviour)),
             ]
-    panels += [(f"state-{one.name}", partial(_draw_answer, one)) for one in answers]
+    panels += [(f"state-{one.name}", partial(_draw_explanation, one)) for one in explanations]
     return panels
 
 
@@ -141,7 +145,7 @@ def _per_cent(habit: Habit) -> float:
     return 100 * (habit.best or 0.0)
 
 
-def _draw_answer(found: Answer, axes: "Axes") -> None:
+def _draw_explanation(found: StateExplanation, axes: "Axes") -> None:
     labels = [str(o.replica) for o in found.options][::-1]
     values = [100 * o.probability for o in found.options][::-1]
     _bars(axes, [f"replica {label}" for label in labels], values)

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tailrace.evaluate.explain.audit import OUTSIDE, Audit, FeatureAudit
-from tailrace.evaluate.explain.explain_state import Answer
+from tailrace.evaluate.explain.explain_state import StateExplanation
 from tailrace.evaluate.explain.inspect import Behaviour, Habit, Inspection
 from tailrace.terminal.listings import print_record
 from tailrace.terminal.tables import UNKNOWN, Column, print_columns
@@ -200,7 +200,7 @@ def _print_attention(console: Console, found: Audit) -> None:
 # ---- situations ---------------------------------------------------------------------------------
 
 
-def print_answer(console: Console, found: Answer) -> None:
+def print_explanation(console: Console, found: StateExplanation) -> None:
     """Print what a policy does in a situation, and why."""
     _heading(console, f"{found.name}: {found.policy} takes replica {found.chosen}")
     if found.description:

@@ -11,7 +11,7 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary
 from tailrace.files import atomic_path
 from tailrace.replay.fidelity import Fidelity
-from tailrace.replay.what_if import Outcome
+from tailrace.replay.what_if import ReplayOutcome
 from tailrace.terminal.tables import UNKNOWN, Column, number, print_columns
 
 RECORDED = "recorded"
@@ -43,7 +43,7 @@ def print_fidelity(console: Console, found: Fidelity) -> None:
 
 
 def print_outcomes(
-    console: Console, outcomes: Sequence[Outcome], recorded: tuple[str, int, Summary] | None
+    console: Console, outcomes: Sequence[ReplayOutcome], recorded: tuple[str, int, Summary] | None
 ) -> None:
     """Print each policy with each number of replicas, and what was recorded first."""
     rows: list[tuple[str, int, Summary]] = [(o.policy, o.replicas, o.summary) for o in outcomes]
@@ -76,7 +76,7 @@ def _known(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
 
 
-def plot_replay(outcomes: Sequence[Outcome], found: Fidelity | None, path: Path) -> None:
+def plot_replay(outcomes: Sequence[ReplayOutcome], found: Fidelity | None, path: Path) -> None:
     """Draw mean cost by number of replicas, and simulated against recorded latencies."""
     try:
         from matplotlib.figure import Figure

@@ -8,7 +8,7 @@ import pytest
 from policy.networks import random_policy, random_tensors, small
 from tailrace.errors import TailraceError
 from tailrace.evaluate.explain import audit as audits
-from tailrace.evaluate.explain.explain_state import NOT_ASKED, answer, shown, unscaled
+from tailrace.evaluate.explain.explain_state import NOT_ASKED, explain_state, shown, unscaled
 from tailrace.evaluate.explain.state_file import read, view_of
 from tailrace.policy import registry
 from tailrace.policy.learned.observation import (
@@ -62,9 +62,9 @@ def state(tmp_path):
     return write
 
 
-def quantities(situation):
+def quantities(state):
     """What a policy would see, in natural units: [replica][name], and of the request."""
-    view = view_of(situation)
+    view = view_of(state)
     replica_obs = np.zeros((len(view.replicas), N_REPLICA_FEATURES), np.float32)
     request_obs = np.zeros(N_REQUEST_FEATURES, np.float32)
     observe(view, replica_obs, request_obs)
@@ -157,11 +157,11 @@ def only(feature):
 
 
 def test_the_policy_is_asked_as_in_a_run(state) -> None:
-    situation = read(state())
+    given = read(state())
     for variant in ("plain", "memory", "prior", "all"):
         policy = random_policy(variant)
-        found = answer(policy, situation, "x")
-        scores = policy.copy().scores(view_of(situation))
+        found = explain_state(policy, given, "x")
+        scores = policy.copy().scores(view_of(given))
         assert found.chosen == scores.argmin()
         for option, score in zip(found.options, scores, strict=True):
             if option.available:
@@ -172,7 +172,7 @@ def test_the_policy_is_asked_as_in_a_run(state) -> None:
 
 
 def test_the_reason_is_what_the_policy_reads(state) -> None:
-    found = answer(only("cached_share"), read(state()), "x")
+    found = explain_state(only("cached_share"), read(state()), "x")
     first, second = (option.reasons[0] for option in found.options[:2])
     assert first.name == second.name == "cached_share"
     assert first.text == "share of the prompt believed cached here: 0%, elsewhere 25%"
@@ -180,30 +180,30 @@ def test_the_reason_is_what_the_policy_reads(state) -> None:
     for option in found.options[:2]:
         assert all(abs(r.effect) < 1e-6 for r in option.reasons[1:])
     # A comparison tells of the same quantity, with the same words.
-    compared = answer(only("cached_share_vs_mean"), read(state()), "x").options[0].reasons[0]
+    compared = explain_state(only("cached_share_vs_mean"), read(state()), "x").options[0].reasons[0]
     assert (compared.name, compared.text) == (first.name, first.text)
 
 
 def test_a_single_replica_has_no_elsewhere(state) -> None:
-    (option,) = answer(only("queued"), read(state("[[replicas]]\nqueued = 2")), "x").options
+    (option,) = explain_state(only("queued"), read(state("[[replicas]]\nqueued = 2")), "x").options
     assert option.probability == 1
     assert not any("elsewhere" in reason.text for reason in option.reasons)
 
 
 def test_rules_are_asked_too(state) -> None:
-    found = answer(random_policy(), read(state()), "x")
+    found = explain_state(random_policy(), read(state()), "x")
     assert set(found.rules) == {
         r.name for r in registry.rules() if not r.in_engine and r.name not in NOT_ASKED
     }
     assert found.rules["least_outstanding"] == (1,)
     assert found.rules["sticky_session"] == (1,)
-    equal = answer(random_policy(), read(state("[[replicas]]\ncount = 2")), "x")
+    equal = explain_state(random_policy(), read(state("[[replicas]]\ncount = 2")), "x")
     assert equal.rules["least_outstanding"] == (0, 1)
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.toml")), ids=lambda p: p.stem)
 def test_every_example_works_and_says_how_to_run_it(path) -> None:
-    found = answer(random_policy(), read(path), path.stem)
+    found = explain_state(random_policy(), read(path), path.stem)
     assert found.description
     assert f"--state examples/states/{path.name}" in path.read_text()
 
@@ -233,4 +233,4 @@ def test_a_state_that_makes_no_sense(state, text, message) -> None:
 def test_too_many_replicas_to_explain(state, monkeypatch) -> None:
     monkeypatch.setattr(audits, "MAX_EXPLAINED", 3)
     with pytest.raises(TailraceError, match="up to 3 replicas, not 4"):
-        answer(random_policy(), read(state("[[replicas]]\ncount = 4")), "x")
+        explain_state(random_policy(), read(state("[[replicas]]\ncount = 4")), "x")

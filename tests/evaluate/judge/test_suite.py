@@ -11,7 +11,7 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.judge import baselines, results
 from tailrace.evaluate.judge.baselines import contender, gathered
 from tailrace.evaluate.judge.suite import (
-    Plan,
+    EvaluationPlan,
     evaluate,
     evaluation_seeds,
     load_scenarios,
@@ -35,7 +35,7 @@ NAMES = ("least_outstanding", "round_robin", "lmetric")
 
 
 def make_plan(names=NAMES, all_scenarios=(SMALL, HOT), subject="lmetric", **changes):
-    plan = Plan(
+    plan = EvaluationPlan(
         "custom",
         all_scenarios,
         tuple(contender(n, SMALL) for n in names),
@@ -212,7 +212,7 @@ def test_a_changed_policy_file_is_another_policy(tmp_path):
 
 def test_other_sources_are_other_cells(monkeypatch):
     plan = make_plan()
-    task = cells.Task(plan.traffics([1])[0], (), Measure(), "", simulator)
+    task = cells.CellTask(plan.traffics([1])[0], (), Measure(), "", simulator)
     task = dataclasses.replace(task, folder=cells.Path("x"))
     before = cells.cell_path(task, plan.contenders[0])
     monkeypatch.setattr(cells, "source_digest", lambda: "other")

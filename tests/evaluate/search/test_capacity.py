@@ -3,7 +3,7 @@ import pytest
 from tailrace.config import Cluster, Replica, Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.search import capacity
-from tailrace.evaluate.search.capacity import Objective, max_load
+from tailrace.evaluate.search.capacity import ServiceObjective, max_load
 
 pytestmark = pytest.mark.compiled
 
@@ -27,7 +27,7 @@ def test_max_load_brackets_the_objective(small):
     found = max_load(
         scenario,
         "round_robin",
-        [Objective("ttft_p99_s", 2.0)],
+        [ServiceObjective("ttft_p99_s", 2.0)],
         tolerance=0.05,
         progress=told.append,
     )
@@ -43,7 +43,9 @@ def test_max_load_brackets_the_objective(small):
 def test_a_stricter_objective_holds_less(small):
     scenario = one_replica().model_copy(update={"capacity_rps": 7.4})
     rates = [
-        max_load(scenario, "round_robin", [Objective("attainment", a)], tolerance=0.1).rate_rps
+        max_load(
+            scenario, "round_robin", [ServiceObjective("attainment", a)], tolerance=0.1
+        ).rate_rps
         for a in (0.9, 0.5)
     ]
     assert rates[0] < rates[1]
@@ -52,9 +54,9 @@ def test_a_stricter_objective_holds_less(small):
 def test_objectives_nothing_can_meet_and_everything_meets(small, monkeypatch):
     scenario = one_replica().model_copy(update={"capacity_rps": 7.4})
     scenario = scenario.model_copy(update={"workload": Workload(name="chat", requests=20)})
-    found = max_load(scenario, "random", [Objective("ttft_p99_s", 1e-6)])
+    found = max_load(scenario, "random", [ServiceObjective("ttft_p99_s", 1e-6)])
     assert (found.rate_rps, found.load, found.bounded) == (None, None, True)
-    found = max_load(scenario, "random", [Objective("ttft_p99_s", 1e6)])
+    found = max_load(scenario, "random", [ServiceObjective("ttft_p99_s", 1e6)])
     assert found.load == capacity.HIGHEST_LOAD
     assert not found.bounded
 
@@ -70,13 +72,13 @@ def test_objectives_nothing_can_meet_and_everything_meets(small, monkeypatch):
 )
 def test_bad_objectives(kind, limit, message):
     with pytest.raises(TailraceError, match=message):
-        Objective(kind, limit)
+        ServiceObjective(kind, limit)
 
 
 def test_a_step_of_the_search_has_enough_requests(small):
     scenario = one_replica().model_copy(update={"capacity_rps": 7.4})
     scenario = scenario.model_copy(update={"workload": Workload(name="chat", requests=1)})
-    found = max_load(scenario, "random", [Objective("ttft_p99_s", 1e-6)])
+    found = max_load(scenario, "random", [ServiceObjective("ttft_p99_s", 1e-6)])
     assert {p.summary.requests for p in found.probes} == {100}
 
 

@@ -11,7 +11,13 @@ from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import composite_cost_s
 from tailrace.evaluate.measure.runner import run
-from tailrace.evaluate.search.headroom import Distribution, Played, headroom, judged, players
+from tailrace.evaluate.search.headroom import (
+    RewardDistribution,
+    RewardResult,
+    headroom,
+    judged,
+    players,
+)
 from tailrace.policy.registry import get
 from tailrace.seeds import Purpose, seeds
 
@@ -148,8 +154,8 @@ def test_progress_is_told_after_every_policy() -> None:
 
 def one(name, rewards, cost_s, kind="rule", **changes):
     mean = float(np.mean(rewards))
-    distribution = Distribution(1.0, -1.0, 0.0, 1.0)
-    played = Played(
+    distribution = RewardDistribution(1.0, -1.0, 0.0, 1.0)
+    played = RewardResult(
         name, kind, mean, cost_s, tuple(rewards), (cost_s,), abs(mean), distribution, 0.0, {}
     )
     return replace(played, **changes)

@@ -10,7 +10,7 @@ from tailrace.config import Replica, Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary
 from tailrace.evaluate.search import sizing as module
-from tailrace.evaluate.search.capacity import Objective
+from tailrace.evaluate.search.capacity import ServiceObjective
 from tailrace.evaluate.search.sizing import Kind, Need, Trial, Wanted, plan
 from tailrace.terminal.plans import verdict
 
@@ -19,7 +19,7 @@ ONE = (Kind("usual", Replica()),)
 
 
 def wanted(limit=1.0, most=16, **changes) -> Wanted:
-    objectives = (Objective("ttft_p99_s", limit),)
+    objectives = (ServiceObjective("ttft_p99_s", limit),)
     return Wanted(SCENARIO.model_copy(update=changes), objectives, (2_000_000_000,), most)
 
 

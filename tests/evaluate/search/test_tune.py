@@ -10,7 +10,14 @@ from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.search import linear, tuned
 from tailrace.evaluate.search.cmaes import CmaEs
 from tailrace.evaluate.search.recorded_states import record
-from tailrace.evaluate.search.tune import KNOBS, Knob, Objective, rule_of, tune_linear, tune_rule
+from tailrace.evaluate.search.tune import (
+    KNOBS,
+    Knob,
+    TuningObjective,
+    rule_of,
+    tune_linear,
+    tune_rule,
+)
 from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.learned.checkpoint import load
@@ -117,12 +124,12 @@ def test_one_constant_by_grid_and_several_by_cma_es():
 @pytest.mark.compiled
 def test_the_objective_scores_by_cost_relative_to_the_reference():
     with WorkerPool(1) as pool:
-        objective = Objective([Traffic(SMALL, 40.0, TUNING)], pool)
+        objective = TuningObjective([Traffic(SMALL, 40.0, TUNING)], pool)
         make = partial(rule_of, "load_aware")
         one, other = objective.scores(make, np.array([[1.0], [1.0]]))
         assert one == other < 1.0
         with pytest.raises(TailraceError, match="set aside for training, not tuning"):
-            Objective([Traffic(SMALL, 40.0, TRAINING)], pool)
+            TuningObjective([Traffic(SMALL, 40.0, TRAINING)], pool)
 
 
 @pytest.mark.compiled
@@ -130,7 +137,7 @@ def test_tuned_weights_are_never_worse_than_the_first(tmp_path):
     traffics = [Traffic(SMALL, 40.0, TUNING)]
     told = []
     with WorkerPool(1) as pool:
-        objective = Objective(traffics, pool)
+        objective = TuningObjective(traffics, pool)
         best = tune_linear(objective, traffics, 2, lambda *a: told.append(a[:2]), population=4)
         assert [generation for generation, _ in told] == [0, 1, 2]
         scores = [score for _, score in told]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.evaluate.explain.audit import MAX_EXPLAINED
-from tailrace.evaluate.explain.explain_state import shown
+from tailrace.evaluate.explain.explain_state import Reason, shown
 from tailrace.evaluate.explain.inspect import EQUAL, visit
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.runner import policy_for, simulation
@@ -69,14 +69,6 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Reason:
-    """A feature that speaks for the policy's choice and against the rule's, or the other way."""
-
-    text: str
-    effect: float  #: on the difference of the two logits, about
-
-
-@dataclass(frozen=True)
 class Example:
     """One decision in which they differ."""
 
@@ -85,7 +77,7 @@ class Example:
     prompt_tokens: int
     predicted_output: float
     choices: tuple[Choice, ...]
-    reasons: tuple[Reason, ...]  #: the strongest first
+    reasons: tuple[Reason, ...]  #: for its choice rather than the rule's, the strongest first
     margin: float  #: logit of the choice, less that of the rule's
 
 
@@ -254,7 +246,7 @@ def contrast(
         here, there = (shown(feature, float(replica_obs[i, column])) for i in (taken, instead))
         if total[name]:
             found.append(
-                Reason(f"{words(feature)}: {here} there, {there} at the rule's", total[name])
+                Reason(name, total[name], f"{words(feature)}: {here} there, {there} at the rule's")
             )
     return tuple(found)
 

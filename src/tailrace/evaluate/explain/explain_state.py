@@ -1,4 +1,4 @@
-"""What a trained policy does in a situation, and why: gradient x deviation, in words."""
+"""What a trained policy does in a state, and why: gradient x deviation, in words."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.evaluate.explain.audit import check_size
-from tailrace.evaluate.explain.state_file import Situation, view_of
+from tailrace.evaluate.explain.state_file import State, view_of
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.architecture import STD_FLOOR
@@ -26,7 +26,7 @@ from tailrace.view.records import View
 
 #: Reasons given per replica.
 REASONS = 4
-#: Rules that draw lots, take turns or hash content: a situation says nothing of these.
+#: Rules that draw lots, take turns or hash content: a state says nothing of these.
 NOT_ASKED = ("random", "round_robin", "power_of_two", "prefix_hash", "dual_map")
 #: Features that compare a replica with the others tell of the same quantity as this one itself.
 _COMPARISON = re.compile(r"_vs_(mean|best)$")
@@ -34,7 +34,7 @@ _COMPARISON = re.compile(r"_vs_(mean|best)$")
 
 @dataclass(frozen=True)
 class Reason:
-    """What one quantity adds to a replica's logit, seen from the mean of the available ones."""
+    """What one quantity adds to a replica's logit, compared with other replicas."""
 
     name: str
     effect: float  #: gradient x deviation, in units of the logit
@@ -43,7 +43,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Option:
-    """One replica of a situation."""
+    """One replica of a state."""
 
     replica: int
     available: bool
@@ -57,8 +57,8 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a policy does in a situation."""
+class StateExplanation:
+    """What a policy does in a state."""
 
     name: str
     description: str
@@ -68,9 +68,9 @@ class Answer:
     rules: dict[str, tuple[int, ...]]  #: replicas each rule would be content with
 
 
-def answer(policy: LearnedPolicy, situation: Situation, name: str) -> Answer:
+def explain_state(policy: LearnedPolicy, state: State, name: str) -> StateExplanation:
     """Ask a policy, with an empty memory, what it does and why; and the rules what they would."""
-    view = view_of(situation)
+    view = view_of(state)
     n = len(view.replicas)
     check_size(n)
     replica_obs = np.zeros((n, N_REPLICA_FEATURES), np.float32)
@@ -96,7 +96,9 @@ def answer(policy: LearnedPolicy, situation: Situation, name: str) -> Answer:
         for i, row in enumerate(view.replicas)
     )
     chosen = int(explained.logits.argmax())
-    return Answer(name, situation.description, policy.name, chosen, options, _rules(view, mask))
+    return StateExplanation(
+        name, state.description, policy.name, chosen, options, _rules(view, mask)
+    )
 
 
 def _rules(view: View, mask: NDArray[np.bool_]) -> dict[str, tuple[int, ...]]:

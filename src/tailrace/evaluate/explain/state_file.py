@@ -1,4 +1,4 @@
-"""One situation, written down by hand in a file, as a router would see it.
+"""One state, written down by hand in a file, as a router would see it.
 
 The file lists the request and the replicas with what the router would know of them; all that is
 left out is as on an idle cluster. See examples/states/.
@@ -17,7 +17,7 @@ from tailrace.view.replicas import idle_views, replica_costs
 
 Count = Annotated[int, Field(ge=0, le=2**40)]
 Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-#: "Now" in a situation, s: late enough for anything to have happened before.
+#: "Now" in a state, s: late enough for anything to have happened before.
 NOW_S = 1e9
 
 
@@ -84,7 +84,7 @@ class ReplicaState(Replica):
     """Share of its KV memory in use by the snapshot."""
 
 
-class Situation(Settings):
+class State(Settings):
     """A decision to be taken."""
 
     description: str = ""
@@ -96,46 +96,46 @@ class Situation(Settings):
     """The replicas, in order; each entry may stand for several."""
 
 
-def read(path: Path) -> Situation:
-    """Read a situation from a TOML file."""
+def read(path: Path) -> State:
+    """Read a state from a TOML file."""
     try:
-        situation = parse(Situation, load_toml(path))
+        state = parse(State, load_toml(path))
     except TailraceError as error:
         raise TailraceError(f"cannot use state {path}: {error}") from None
-    n = sum(r.count for r in situation.replicas)
-    last = situation.request.last_replica
+    n = sum(r.count for r in state.replicas)
+    last = state.request.last_replica
     if last is not None and last >= n:
         raise TailraceError(
             f"cannot use state {path}: last_replica = {last}, but there are only {n} replicas, "
             "counted from 0"
         )
-    if not any(r.available for r in situation.replicas):
+    if not any(r.available for r in state.replicas):
         raise TailraceError(f"cannot use state {path}: none of its replicas is available")
-    for k, replica in enumerate(situation.replicas):
-        if replica.cached_tokens >= situation.request.prompt_tokens:
+    for k, replica in enumerate(state.replicas):
+        if replica.cached_tokens >= state.request.prompt_tokens:
             raise TailraceError(
                 f"cannot use state {path}: replicas.{k}.cached_tokens must be below the prompt's "
-                f"{situation.request.prompt_tokens} tokens; one at least has to be computed"
+                f"{state.request.prompt_tokens} tokens; one at least has to be computed"
             )
-    return situation
+    return state
 
 
 # ---- a view of it -------------------------------------------------------------------------------
 
 
-def view_of(situation: Situation) -> View:
+def view_of(state: State) -> View:
     """Return what a router would see."""
-    replicas = [r for r in situation.replicas for _ in range(r.count)]
+    replicas = [r for r in state.replicas for _ in range(r.count)]
     rows = idle_views(replicas)
     for row, replica in zip(rows, replicas, strict=True):
         row["available"] = replica.available
-        _fill_ledger(row, replica, situation.request)
+        _fill_ledger(row, replica, state.request)
         if replica.metrics_age_s is not None:
             row["metrics_at"] = NOW_S - replica.metrics_age_s
             for name in ("waiting", "running", "kv_used"):
                 row[name] = getattr(replica, name)
     request = np.zeros(1, REQUEST_VIEW)
-    given = situation.request
+    given = state.request
     in_session = given.in_session or given.last_replica is not None or given.turn > 0
     for name, value in {
         "now": NOW_S,
@@ -152,7 +152,7 @@ def view_of(situation: Situation) -> View:
     router = np.zeros(1, ROUTER)
     router["watched_s"] = HISTORY_S
     router["looked_at"] = NOW_S
-    router["recent_arrivals"] = situation.arrival_rate * HISTORY_S
+    router["recent_arrivals"] = state.arrival_rate * HISTORY_S
     return View(request[0], rows, replica_costs(replicas), router[0])
 
 

@@ -51,7 +51,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Task:
+class ComparisonTask:
     """One policy on the traffic of one seed."""
 
     scenario: Scenario
@@ -70,7 +70,7 @@ def compare(
     *,
     reference: str = DEFAULT_REFERENCE,
     warmup_fraction: float = 0.0,
-    play: Callable[[Task], Summary] | None = None,
+    play: Callable[[ComparisonTask], Summary] | None = None,
 ) -> Comparison:
     """Run every policy on every seed and rank them by composite cost.
 
@@ -85,7 +85,9 @@ def compare(
         raise TailraceError("a comparison needs at least one seed, and each seed once")
     rate = resolve_rate(scenario)
     tasks = [
-        Task(scenario, rate, policy, seed, warmup_fraction) for seed in seeds for policy in wanted
+        ComparisonTask(scenario, rate, policy, seed, warmup_fraction)
+        for seed in seeds
+        for policy in wanted
     ]
     found: dict[tuple[str, int], Summary] = {}
     with WorkerPool(jobs) as pool:
@@ -143,5 +145,5 @@ def _merge(values: Sequence[Any]) -> Any:
     return None
 
 
-def _simulate(task: Task) -> Summary:
+def _simulate(task: ComparisonTask) -> Summary:
     return summarise(run(task.scenario, task.policy, task.rate, task.seed), task.warmup)

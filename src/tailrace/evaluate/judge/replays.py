@@ -91,7 +91,7 @@ class Replays:
 
 
 @dataclass(frozen=True)
-class Task:
+class ReplayTask:
     """Some policies (label, spec) on the same traffic; ``load``: just two figures of each."""
 
     traffic: Traffic
@@ -104,7 +104,7 @@ class Task:
 Found = Replay | LoadPoint | Decisions
 
 
-def work(task: Task) -> list[Found]:
+def work(task: ReplayTask) -> list[Found]:
     """Do a task, in any process."""
     if task.question is not None:
         return [decisions(task.question)]
@@ -122,7 +122,7 @@ def work(task: Task) -> list[Found]:
     return found
 
 
-def tasks_of(results: Results) -> list[Task]:
+def tasks_of(results: Results) -> list[ReplayTask]:
     """Return what has to be played for the plots; raises if a policy is not there any more."""
     there = [s for s in map(results.scenario, results.grid.scenarios) if s is not None]
     check_policies(results, there)
@@ -131,7 +131,7 @@ def tasks_of(results: Results) -> list[Task]:
 
 def play(
     results: Results,
-    tasks: Sequence[Task],
+    tasks: Sequence[ReplayTask],
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Replays:
@@ -193,16 +193,16 @@ def _policies(results: Results, names: Sequence[str]) -> tuple[tuple[str, str], 
     return tuple((name, results.standing[name].spec) for name in names)
 
 
-def _runs(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
+def _runs(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTask]:
     """Every scenario on the first seed of the evaluation; the long ones first."""
     seed = results.data.seeds[0]
     for scenario in sorted(there, key=lambda s: -s.workload.requests * s.cluster.size):
         traffic = Traffic(scenario, resolve_rate(scenario), seed)
         names = list(shown(results, scenario.name))
-        yield Task(traffic, _policies(results, names), results.data.warmup_fraction)
+        yield ReplayTask(traffic, _policies(results, names), results.data.warmup_fraction)
 
 
-def _loads(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
+def _loads(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTask]:
     steady = [s for s in there if s.workload.load is not None and not s.events]
     wanted = [s for name in KNEES for s in steady if s.name == name] or steady[: len(KNEES)]
     for scenario in wanted:
@@ -219,10 +219,10 @@ def _loads(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
             for seed in results.data.seeds[:LOAD_SEEDS]:
                 traffic = Traffic(at, resolve_rate(at), seed)
                 warmup = results.data.warmup_fraction
-                yield Task(traffic, _policies(results, names), warmup, load=load)
+                yield ReplayTask(traffic, _policies(results, names), warmup, load=load)
 
 
-def _questions(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
+def _questions(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTask]:
     """Where the subject differs from the best single rule, if both can be asked on the side."""
     rule, subject = results.data.best_single, results.subject
     specs = {name: results.standing[name].spec for name in (rule, subject)}
@@ -233,7 +233,7 @@ def _questions(results: Results, there: Sequence[Scenario]) -> Iterator[Task]:
             continue
         traffic = Traffic(scenario, resolve_rate(scenario), results.data.seeds[0])
         question = Question(traffic, specs[subject], specs[rule], LOOKS)
-        yield Task(traffic, (), results.data.warmup_fraction, question=question)
+        yield ReplayTask(traffic, (), results.data.warmup_fraction, question=question)
 
 
 def can_be_asked(spec: str) -> bool:

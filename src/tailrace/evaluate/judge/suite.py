@@ -23,7 +23,15 @@ from tailrace.evaluate.judge.statistics import (
     versus_each,
     versus_single,
 )
-from tailrace.evaluate.measure.cells import Batch, Cell, Measure, Player, Traffic, gather, simulator
+from tailrace.evaluate.measure.cells import (
+    Cell,
+    CellBatch,
+    Measure,
+    Player,
+    Traffic,
+    gather,
+    simulator,
+)
 from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.seeds import Purpose, purpose_of, require, seeds
@@ -73,7 +81,7 @@ def load_scenarios(names: Sequence[str], requests: int | None = None) -> list[Sc
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """An evaluation to be done."""
 
     suite: str  #: its name, or "custom"
@@ -99,12 +107,12 @@ class Plan:
             raise TailraceError("an evaluation runs on seeds of one purpose, never on training's")
 
     @property
-    def batches(self) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[CellBatch, ...]:
         """All cells it takes: everybody on its seeds, candidates on those of the selection."""
         candidates = tuple(c for c in self.contenders if c.is_candidate)
         return (
-            Batch(self.traffics(self.seeds), self.contenders),
-            Batch(self.traffics(self.selection_seeds), candidates),
+            CellBatch(self.traffics(self.seeds), self.contenders),
+            CellBatch(self.traffics(self.selection_seeds), candidates),
         )
 
     def traffics(self, seeds: Sequence[int]) -> tuple[Traffic, ...]:
@@ -142,7 +150,7 @@ class Standing:
 class Evaluation:
     """What an evaluation found."""
 
-    plan: Plan
+    plan: EvaluationPlan
     grid: Grid  #: on its seeds
     selection: tuple[Cell, ...]  #: on the seeds of the selection
     best_single: str
@@ -160,7 +168,7 @@ class Evaluation:
 
 
 def evaluate(
-    plan: Plan,
+    plan: EvaluationPlan,
     folder: Path,
     *,
     jobs: int | None = None,

@@ -67,7 +67,7 @@ Player = Callable[[Traffic, str], SimResult]
 
 
 @dataclass(frozen=True)
-class Task:
+class CellTask:
     """Some policies on the same traffic."""
 
     traffic: Traffic
@@ -92,7 +92,7 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def cell_path(task: Task, contender: Contender) -> Path:
+def cell_path(task: CellTask, contender: Contender) -> Path:
     """Return the file of a cell."""
     scenario = task.traffic.scenario
     about = {
@@ -117,7 +117,7 @@ def _file_digest(workload: str) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
-def work(task: Task) -> list[Cell]:
+def work(task: CellTask) -> list[Cell]:
     """Do a task; each cell is in its file as soon as it is done."""
     done = []
     for contender in task.contenders:
@@ -130,7 +130,7 @@ def work(task: Task) -> list[Cell]:
     return done
 
 
-def _measured(task: Task, contender: Contender) -> Cell:
+def _measured(task: CellTask, contender: Contender) -> Cell:
     traffic, measure = task.traffic, task.measure
     try:
         result = task.player(traffic, contender.spec)
@@ -170,7 +170,7 @@ def _summary(data: dict[str, Any]) -> Summary:
 
 
 @dataclass(frozen=True)
-class Batch:
+class CellBatch:
     """Cells to come by: everybody on every traffic."""
 
     traffics: tuple[Traffic, ...]
@@ -183,7 +183,7 @@ class Batch:
 
 
 def gather(
-    batches: Sequence[Batch],
+    batches: Sequence[CellBatch],
     measure: Measure,
     folder: Path,
     *,
@@ -196,10 +196,10 @@ def gather(
     ``progress`` is told how many cells are there, and how many of them were there before.
     """
     cells: list[Cell] = []
-    tasks: list[Task] = []
+    tasks: list[CellTask] = []
     for batch in batches:
         for traffic in batch.traffics:
-            whole = Task(traffic, batch.contenders, measure, folder, player)
+            whole = CellTask(traffic, batch.contenders, measure, folder, player)
             missing = []
             for contender in batch.contenders:
                 cell = read_cell(cell_path(whole, contender), contender, traffic)
@@ -234,7 +234,7 @@ def _parts(missing: Sequence[Contender]) -> Iterator[tuple[Contender, ...]]:
             yield (contender,)
 
 
-def _urgency(task: Task) -> tuple[bool, bool, int]:
+def _urgency(task: CellTask) -> tuple[bool, bool, int]:
     """Mistakes in the policies under test show first; long tasks must not come last."""
     roles = {c.role for c in task.contenders}
     scenario = task.traffic.scenario

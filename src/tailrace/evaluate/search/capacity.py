@@ -24,7 +24,7 @@ OBJECTIVES = ("attainment", "ttft_p99_s", "tpot_p99_s", "e2e_p99_s", "scheduling
 
 
 @dataclass(frozen=True)
-class Objective:
+class ServiceObjective:
     """One condition of "within the SLO"."""
 
     kind: str  #: one of OBJECTIVES
@@ -50,7 +50,7 @@ class Objective:
 
 
 @dataclass(frozen=True)
-class Probe:
+class LoadProbe:
     """One step of the search."""
 
     rate_rps: float
@@ -64,22 +64,22 @@ class MaxLoad:
     """The highest rate found within the objectives, and how it was found."""
 
     policy: str
-    objectives: tuple[Objective, ...]
+    objectives: tuple[ServiceObjective, ...]
     saturation_rps: float
     rate_rps: float | None  #: None: not even the lightest load tried is within them
     load: float | None  #: the same as a fraction of the saturation throughput
     bounded: bool  #: False: even the heaviest load tried is within them
-    probes: tuple[Probe, ...]  #: in the order of the search
+    probes: tuple[LoadProbe, ...]  #: in the order of the search
 
 
 def max_load(
     scenario: Scenario,
     policy: str,
-    objectives: Sequence[Objective] = (Objective("attainment", 0.99),),
+    objectives: Sequence[ServiceObjective] = (ServiceObjective("attainment", 0.99),),
     *,
     seed: int = 0,
     tolerance: float = TOLERANCE,
-    progress: Callable[[Probe], None] | None = None,
+    progress: Callable[[LoadProbe], None] | None = None,
 ) -> MaxLoad:
     """Find the highest rate at which a policy stays within all objectives, by bisection.
 
@@ -93,12 +93,12 @@ def max_load(
     scenario = _with_requests(
         scenario, max(scenario.workload.requests, _least_probe_requests(scenario))
     )
-    probes: list[Probe] = []
+    probes: list[LoadProbe] = []
 
     def within(load: float) -> bool:
         rate = load * saturation
         summary = summarise(run(scenario, policy, rate, seed))
-        probe = Probe(rate, load, all(o.met(summary) for o in objectives), summary)
+        probe = LoadProbe(rate, load, all(o.met(summary) for o in objectives), summary)
         probes.append(probe)
         if progress is not None:
             progress(probe)

@@ -43,7 +43,7 @@ BOOTSTRAP_SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
-class Distribution:
+class RewardDistribution:
     """Rewards of single decisions before the bound."""
 
     deviation: float
@@ -52,14 +52,14 @@ class Distribution:
     p99: float
 
     @classmethod
-    def of(cls, values: Array) -> "Distribution":
+    def of(cls, values: Array) -> "RewardDistribution":
         """Summarise rewards [k]."""
         p01, p50, p99 = np.percentile(values, (1, 50, 99))
         return cls(float(values.std()), float(p01), float(p50), float(p99))
 
 
 @dataclass(frozen=True)
-class Played:
+class RewardResult:
     """One policy under the reward, on all seeds."""
 
     policy: str
@@ -69,13 +69,13 @@ class Played:
     rewards: tuple[float, ...]  #: mean per decision, one per seed
     costs_s: tuple[float, ...]  #: one per seed
     magnitude: float  #: mean absolute reward of a decision
-    raw: Distribution
+    raw: RewardDistribution
     at_bound: float  #: share of decisions whose reward the bound holds down
     terms: dict[str, float]  #: mean per decision of every term, before weights
 
 
 @dataclass(frozen=True)
-class Room:
+class Gain:
     """What a policy gets more than the best rule, decision by decision on equal arrivals."""
 
     policy: str
@@ -99,10 +99,10 @@ class Headroom:
     reward: RewardSettings
     seeds: tuple[int, ...]
     decisions: int  #: per seed, at least
-    played: tuple[Played, ...]  #: most reward first
+    played: tuple[RewardResult, ...]  #: most reward first
     best_rule: str
-    teacher: Room  #: the better of the look-aheads against the best rule
-    others: tuple[Room, ...]  #: the remaining look-ahead and the given policies
+    teacher: Gain  #: the better of the look-aheads against the best rule
+    others: tuple[Gain, ...]  #: the remaining look-ahead and the given policies
     dead: bool
     range_share: float  #: largest - smallest mean reward, as a share of its usual size
     at_ceiling: bool  #: nobody is better than the best rule
@@ -111,7 +111,7 @@ class Headroom:
     verdicts: tuple[str, ...]
 
 
-class Stage(Core):
+class HeadroomEnv(Core):
     """An environment of several seeds that built-in policies play to the very end.
 
     Episodes go on until the last request has ended, so that what a decision costs later is paid by
@@ -148,7 +148,7 @@ class Stage(Core):
         follow(fleet, self._tables, *driver, until_s, self._reference_out)
         return self._reference_out.cost
 
-    def play(self, name: str, policy: BuiltinPolicy) -> Played:
+    def play(self, name: str, policy: BuiltinPolicy) -> RewardResult:
         """Play all seeds from the start."""
         self.reset(self._seeds)
         # Each cluster's own copy: a network's memory is part of its parameters.
@@ -187,12 +187,12 @@ class Stage(Core):
         raws: Array,
         costs: Array,
         terms: Array,
-    ) -> Played:
+    ) -> RewardResult:
         """Summarise arrays [T, seeds] and terms [T, terms, seeds]; NaN where a run was over."""
         bound = self.settings.reward.bound
         known = rewards[np.isfinite(rewards)]
         per_seed, cost_per_seed = np.nanmean(rewards, axis=0), np.nanmean(costs, axis=0)
-        return Played(
+        return RewardResult(
             policy=name,
             kind=_kind(policy),
             reward=float(per_seed.mean()),
@@ -200,7 +200,7 @@ class Stage(Core):
             rewards=tuple(per_seed.tolist()),
             costs_s=tuple(cost_per_seed.tolist()),
             magnitude=float(np.abs(known).mean()),
-            raw=Distribution.of(raws[np.isfinite(raws)]),
+            raw=RewardDistribution.of(raws[np.isfinite(raws)]),
             at_bound=0.0 if bound is None else float((np.abs(known) >= AT_BOUND * bound).mean()),
             terms=dict(
                 zip(self.reward.terms, np.nanmean(terms, axis=(0, 2)).tolist(), strict=True)
@@ -251,7 +251,9 @@ def headroom(
         raise TailraceError("headroom needs at least one rule and one look-ahead to compare")
     scenario = with_capacity(scenario)
     # The environment adds a request that is seen but not decided; here it is decided too.
-    stage = Stage(scenario, seeds, EnvSettings(decisions=max(1, decisions - 1), reward=reward))
+    stage = HeadroomEnv(
+        scenario, seeds, EnvSettings(decisions=max(1, decisions - 1), reward=reward)
+    )
     played = []
     for name, policy in policies.items():
         played.append(stage.play(name, policy))
@@ -265,15 +267,15 @@ def judged(
     reward: RewardSettings,
     seeds: Sequence[int],
     decisions: int,
-    played: Sequence[Played],
+    played: Sequence[RewardResult],
 ) -> Headroom:
     """Rank what was played and say what it means."""
     ranked = sorted(played, key=lambda p: -p.reward)
     best = next(p for p in ranked if p.kind == "rule")
     magnitude = float(np.mean([p.magnitude for p in ranked]))
-    rooms = [_room(p, best, magnitude) for p in ranked if p.kind != "rule"]
+    gains = [_gain(p, best, magnitude) for p in ranked if p.kind != "rule"]
     teachers = {p.policy for p in ranked if p.kind == "look-ahead"}
-    teacher = next(room for room in rooms if room.policy in teachers)
+    teacher = next(gain for gain in gains if gain.policy in teachers)
     spread = ranked[0].reward - ranked[-1].reward
     range_share = spread / magnitude if magnitude > 0 else 0.0
     found = Headroom(
@@ -284,10 +286,10 @@ def judged(
         played=tuple(ranked),
         best_rule=best.policy,
         teacher=teacher,
-        others=tuple(room for room in rooms if room is not teacher),
+        others=tuple(gain for gain in gains if gain is not teacher),
         dead=range_share < MIN_RANGE,
         range_share=range_share,
-        at_ceiling=not any(room.is_real for room in rooms),
+        at_ceiling=not any(gain.is_real for gain in gains),
         spearman=_rank_correlation(ranked),
         at_bound=max(p.at_bound for p in ranked),
         verdicts=(),
@@ -295,7 +297,7 @@ def judged(
     return Headroom(**{**vars(found), "verdicts": tuple(_verdicts(found))})
 
 
-def _room(played: Played, best: Played, magnitude: float) -> Room:
+def _gain(played: RewardResult, best: RewardResult, magnitude: float) -> Gain:
     gains = np.array(played.rewards) - np.array(best.rewards)
     low = high = None
     if len(gains) > 1:
@@ -306,10 +308,10 @@ def _room(played: Played, best: Played, magnitude: float) -> Room:
     gain = float(gains.mean())
     # Against itself as reference a rule gets nothing, but for rounding: no share of that.
     nothing = abs(best.reward) <= 1e-6 * magnitude
-    return Room(played.policy, gain, low, high, None if nothing else gain / abs(best.reward))
+    return Gain(played.policy, gain, low, high, None if nothing else gain / abs(best.reward))
 
 
-def _rank_correlation(played: Sequence[Played]) -> float | None:
+def _rank_correlation(played: Sequence[RewardResult]) -> float | None:
     """Spearman's correlation of reward and minus cost; None if one of them is constant."""
     rewards = np.array([p.reward for p in played])
     costs = np.array([p.cost_s for p in played])

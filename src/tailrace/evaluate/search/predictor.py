@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch.nn import functional as fn
 
 from tailrace.evaluate.measure.cells import Traffic
-from tailrace.evaluate.search.recorded_states import Observed, record
+from tailrace.evaluate.search.recorded_states import RecordedStates, record
 from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
@@ -45,7 +45,7 @@ class RecordTask:
     tensors: Tensors | None = None  #: of the predictor, if it drives
 
 
-def recorded(task: RecordTask) -> Observed:
+def recorded(task: RecordTask) -> RecordedStates:
     """Do a task."""
     return record(task.traffic, partial(_driver, task), EPSILON)
 
@@ -76,7 +76,7 @@ def train(
     network = Network(CONFIG, N_REPLICA_FEATURES, N_REQUEST_FEATURES)
     torch.nn.init.zeros_(network.actor.output.weight)
     network.actor.output.weight.requires_grad_(False)
-    data: list[Observed] = []
+    data: list[RecordedStates] = []
     for number in range(rounds):
         drivers = DRIVERS if number == 0 else (PREDICTOR,)
         tensors = None if number == 0 else network.tensors()
@@ -91,7 +91,7 @@ def train(
     return network.tensors()
 
 
-def _fit(network: Network, data: Sequence[Observed], epochs: int, *, first: bool) -> float:
+def _fit(network: Network, data: Sequence[RecordedStates], epochs: int, *, first: bool) -> float:
     """Regress minus the logit on the logarithm of the cost; returns the error of the last epoch."""
     x = torch.from_numpy(np.concatenate([d.replica_obs for d in data]))[:, None]
     g = torch.from_numpy(np.concatenate([d.request_obs for d in data]))

@@ -17,7 +17,7 @@ from tailrace.view.records import View
 
 
 @dataclass(frozen=True)
-class Observed:
+class RecordedStates:
     """``K`` decisions: the replica that was chosen, and the cost that followed."""
 
     replica_obs: NDArray[np.float32]  #: [K, F] of the chosen replica
@@ -26,7 +26,7 @@ class Observed:
     cost_s: NDArray[np.float64]  #: [K] composite cost of the request
 
 
-class Recorder(Policy):
+class StateRecorder(Policy):
     """Lets another policy decide and writes down what there was to see."""
 
     def __init__(self, driver: Policy, requests: int, epsilon: float, seed: int) -> None:
@@ -61,11 +61,11 @@ class Recorder(Policy):
         self.replica_obs[request_id] = self._all.pop(request_id)[replica]
 
 
-def record(traffic: Traffic, make: Callable[[], Policy], epsilon: float) -> Observed:
+def record(traffic: Traffic, make: Callable[[], Policy], epsilon: float) -> RecordedStates:
     """Play traffic with a policy and return its decisions."""
     scenario = traffic.scenario
     table = requests_of(scenario, traffic.rate_rps, traffic.seed)
-    recorder = Recorder(make(), len(table), epsilon, traffic.seed)
+    recorder = StateRecorder(make(), len(table), epsilon, traffic.seed)
     result = simulate(
         scenario.cluster,
         table,
@@ -77,6 +77,6 @@ def record(traffic: Traffic, make: Callable[[], Policy], epsilon: float) -> Obse
     )
     sent = result.requests["replica"] >= 0
     cost = composite_cost_s(result)
-    return Observed(
+    return RecordedStates(
         recorder.replica_obs[sent], recorder.request_obs[sent], recorder.spread, cost[sent]
     )

@@ -8,7 +8,7 @@ from tailrace.config import MAX_REPLICAS, Cluster, Replica, Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, run
-from tailrace.evaluate.search.capacity import Objective
+from tailrace.evaluate.search.capacity import ServiceObjective
 from tailrace.parallel import WorkerPool
 from tailrace.saturation import resolve_rate
 
@@ -36,7 +36,7 @@ class Wanted:
     """What a cluster has to do."""
 
     scenario: Scenario  #: its cluster does not count, its rate does
-    objectives: tuple[Objective, ...]
+    objectives: tuple[ServiceObjective, ...]
     seeds: tuple[int, ...]  #: the objectives must hold on each
     most: int  #: replicas
     targets_s: tuple[float, ...] = ()
@@ -80,7 +80,7 @@ class _Task:
     policy: str
 
 
-def targets_s(scenario: Scenario, objectives: Sequence[Objective]) -> tuple[float, ...]:
+def targets_s(scenario: Scenario, objectives: Sequence[ServiceObjective]) -> tuple[float, ...]:
     """Return the targets for first tokens that routers may be told, s; none: the scenario's.
 
     Those of AIMS if there is a limit for first tokens, unless a target is given or the share of

@@ -138,7 +138,7 @@ def reference_rule(constants: Array) -> Policy:
     return registry.get(REFERENCE)
 
 
-class Objective:
+class TuningObjective:
     """Scores candidates on scenarios and tuning seeds; the reference is run once."""
 
     def __init__(self, traffics: Sequence[Traffic], pool: WorkerPool) -> None:
@@ -163,7 +163,7 @@ class Objective:
         return np.asarray(np.exp(np.log(relative).mean(axis=0)))
 
 
-def tune_rule(name: str, objective: Objective, budget: int = BUDGET) -> Tuned:
+def tune_rule(name: str, objective: TuningObjective, budget: int = BUDGET) -> Tuned:
     """Tune the constants of a rule; those it comes with are among the candidates."""
     if name not in KNOBS:
         raise unknown_name("rule with constants to tune", name, KNOBS)
@@ -202,7 +202,7 @@ _START = {"ttft": -1.0, "decode": -0.5, "tokens_to_come": -0.2, "cached_share": 
 
 
 def tune_linear(
-    objective: Objective,
+    objective: TuningObjective,
     traffics: Sequence[Traffic],
     generations: int,
     report: Callable[[int, float, Array], None],

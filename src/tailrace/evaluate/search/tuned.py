@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.search import linear
-from tailrace.evaluate.search.tune import Objective, Tuned, tune_linear
+from tailrace.evaluate.search.tune import Tuned, TuningObjective, tune_linear
 from tailrace.files import atomic_path, dumps
 from tailrace.parallel import WorkerPool
 from tailrace.policy.learned import checkpoint
@@ -90,7 +90,7 @@ def save_linear(
             scores={"tuning": score},
         )
 
-    tune_linear(Objective(traffics, pool), traffics, generations, report)
+    tune_linear(TuningObjective(traffics, pool), traffics, generations, report)
     return {"score": last}
 
 

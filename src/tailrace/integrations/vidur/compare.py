@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.judge import compare as evaluate
-from tailrace.evaluate.judge.compare import DEFAULT_REFERENCE, Comparison, Task
+from tailrace.evaluate.judge.compare import DEFAULT_REFERENCE, Comparison, ComparisonTask
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, traffic
 from tailrace.integrations.vidur import require
@@ -59,7 +59,7 @@ def compare(
     )
 
 
-def _play(task: Task) -> Summary:
+def _play(task: ComparisonTask) -> Summary:
     from tailrace.integrations.vidur.simulation import simulate
 
     scenario = task.scenario

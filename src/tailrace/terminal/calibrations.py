@@ -8,9 +8,8 @@ from rich.text import Text
 
 from tailrace.calibrate.iteration_fit import FIELDS
 from tailrace.calibrate.result import CAPACITY, Calibrated, Calibration
-from tailrace.errors import TailraceError
-from tailrace.files import atomic_path
 from tailrace.terminal.listings import print_listing
+from tailrace.terminal.plots import new_figure, save_figure
 from tailrace.terminal.tables import UNKNOWN
 
 _COLOURS = ("#0d9488", "#334155", "#818cf8", "#d97706", "#be185d")
@@ -58,12 +57,8 @@ def _percent(share: float | None) -> str:
 
 def plot_calibration(calibration: Calibration, path: Path) -> None:
     """Draw predicted against measured times and their errors, one row of pictures per replica."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TailraceError("plots need matplotlib: pip install 'tailrace[plots]'") from None
     count = len(calibration.replicas)
-    figure = Figure(figsize=(10, 3.6 * count), layout="constrained")
+    figure = new_figure(10, 3.6 * count)
     grid = figure.subplots(count, 2, squeeze=False)
     for (left, right), found in zip(grid, calibration.replicas, strict=True):
         measured, predicted = (
@@ -83,5 +78,4 @@ def plot_calibration(calibration: Calibration, path: Path) -> None:
         right.set(xscale="log", xlabel="measured (ms)", ylabel="error (%)")
         left.set_title(found.name, fontsize=10)
         right.legend(fontsize=7)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
+    save_figure(figure, path)

@@ -6,9 +6,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from tailrace.errors import TailraceError
 from tailrace.evaluate.search.headroom import Gain, Headroom, RewardResult
-from tailrace.files import atomic_path
+from tailrace.terminal.plots import new_figure, save_figure
 from tailrace.terminal.tables import UNKNOWN, Column, print_columns
 
 #: Terms that are there whether they count or not: shown if their weight is not 0, and in the JSON.
@@ -95,12 +94,8 @@ def _short(value: float) -> str:
 
 def plot_headroom(found: list[Headroom], path: Path) -> None:
     """Draw reward and composite cost of every policy, a row of panels per scenario."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TailraceError("plots need matplotlib: pip install 'tailrace[plots]'") from None
     rows = max(len(one.played) for one in found)
-    figure = Figure(figsize=(10, len(found) * (1.4 + 0.22 * rows)), layout="constrained")
+    figure = new_figure(10, len(found) * (1.4 + 0.22 * rows))
     panels = figure.subplots(len(found), 2, squeeze=False, sharey="row")
     for one, (left, right) in zip(found, panels, strict=True):
         played = one.played[::-1]
@@ -123,5 +118,4 @@ def plot_headroom(found: list[Headroom], path: Path) -> None:
         )
         left.set_ylabel(one.scenario.name)
     figure.suptitle("rules (violet), look-aheads (grey), policies (green)", fontsize=10)
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
+    save_figure(figure, path)

@@ -10,8 +10,8 @@ import numpy as np
 from tailrace.errors import TailraceError
 from tailrace.evaluate.explain.explain_state import StateExplanation
 from tailrace.evaluate.explain.inspect import Behaviour, Habit, Inspection
-from tailrace.files import atomic_path, check_target
-from tailrace.terminal.plots import PLOT_SUFFIXES
+from tailrace.files import check_target
+from tailrace.terminal.plots import PLOT_SUFFIXES, new_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,31 +37,25 @@ def plot_inspection(
     found: Inspection | None, explanations: Sequence[StateExplanation], path: Path
 ) -> list[Path]:
     """Draw all panels into one file, or each into its own in a folder; returns the files."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TailraceError("plots need matplotlib: pip install 'tailrace[plots]'") from None
     panels = _panels(found, explanations)
     if path.suffix:
         rows = -(-len(panels) // 2)
         columns = min(2, len(panels))
-        figure = Figure(figsize=(7 * columns, 5 * rows), layout="constrained")
+        figure = new_figure(7 * columns, 5 * rows)
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, (_, draw) in zip(grid, panels, strict=False):
             draw(axes)
         for axes in grid[len(panels) :]:
             axes.set_visible(False)
-        with atomic_path(path) as temporary:
-            figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=120)
+        save_figure(figure, path, dpi=120)
         return [path]
     path.mkdir(exist_ok=True)
     written = []
     for name, draw in panels:
-        figure = Figure(figsize=(7, 5), layout="constrained")
+        figure = new_figure(7, 5)
         draw(figure.subplots())
         written.append(path / f"{name}.png")
-        with atomic_path(written[-1]) as temporary:
-            figure.savefig(temporary, format="png", dpi=120)
+        save_figure(figure, written[-1], dpi=120)
     return written
 
 

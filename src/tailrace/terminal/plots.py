@@ -1,4 +1,4 @@
-"""Pictures of results. Needs matplotlib: pip install 'tailrace[plots]'."""
+"""Figures for files, and what they share. Needs matplotlib: pip install 'tailrace[plots]'."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,19 +12,31 @@ from tailrace.files import atomic_path
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 BEST, REFERENCE, OTHERS = "#0d9488", "#334155", "#818cf8"
 
 
-def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Draw every policy's P99 time to first token and mean end-to-end time, the cheapest on top."""
+def new_figure(width: float, height: float) -> "Figure":
+    """Return an empty figure, its size in inches; raises if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise TailraceError("plots need matplotlib: pip install 'tailrace[plots]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: "Figure", path: Path, dpi: int = 150) -> None:
+    """Write a figure to ``path``; its suffix, one of PLOT_SUFFIXES, says the format."""
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=dpi)
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Draw every policy's P99 time to first token and mean end-to-end time, the cheapest on top."""
     entries = [e for e in comparison.entries if e.mean.e2e_s.mean is not None][::-1]
-    figure = Figure(figsize=(10, 1.6 + 0.27 * len(entries)), layout="constrained")
+    figure = new_figure(10, 1.6 + 0.27 * len(entries))
     left, right = figure.subplots(1, 2, sharey=True)
     best_rule = next(
         (e.policy for e in reversed(entries) if not e.policy.startswith("lookahead")), None
@@ -40,8 +52,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         f"{comparison.scenario.cluster.size} replicas, {len(comparison.seeds)} seeds",
         fontsize=11,
     )
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
+    save_figure(figure, path)
 
 
 def _colour(entry: Entry, best_rule: str | None, reference: str) -> str:

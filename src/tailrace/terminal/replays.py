@@ -7,11 +7,10 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary
-from tailrace.files import atomic_path
 from tailrace.replay.fidelity import Fidelity
 from tailrace.replay.what_if import ReplayOutcome
+from tailrace.terminal.plots import new_figure, save_figure
 from tailrace.terminal.tables import UNKNOWN, Column, number, print_columns
 
 RECORDED = "recorded"
@@ -78,12 +77,8 @@ def _known(value: float | None) -> str:
 
 def plot_replay(outcomes: Sequence[ReplayOutcome], found: Fidelity | None, path: Path) -> None:
     """Draw mean cost by number of replicas, and simulated against recorded latencies."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TailraceError("plots need matplotlib: pip install 'tailrace[plots]'") from None
     kinds = list(found.recorded_s) if found is not None else []
-    figure = Figure(figsize=(4.2 * (1 + len(kinds)), 3.8), layout="constrained")
+    figure = new_figure(4.2 * (1 + len(kinds)), 3.8)
     axes = figure.subplots(1, 1 + len(kinds), squeeze=False)[0]
     for policy in dict.fromkeys(o.policy for o in outcomes):
         some = sorted((o.replicas, o.summary.cost_s) for o in outcomes if o.policy == policy)
@@ -99,5 +94,4 @@ def plot_replay(outcomes: Sequence[ReplayOutcome], found: Fidelity | None, path:
         axis.plot(ends, ends, color="#334155", linewidth=1)
         axis.set(xscale="log", yscale="log", xlabel=f"{name} recorded (s)",
                  ylabel=f"{name} simulated (s)")  # fmt: skip
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format=path.suffix[1:].lower(), dpi=150)
+    save_figure(figure, path)

@@ -71,13 +71,13 @@ def test_tables_and_files(run, mine, tmp_path):
 
 def test_the_same_command_measures_nothing_twice(run, mine, monkeypatch):
     run(*QUICK, "-p", "lmetric", "-o", "out")
-    monkeypatch.setattr(cells, "_measured", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(cells, "measured", lambda *_: pytest.fail("measured again"))
     result = run(*QUICK, "-p", "lmetric", "-o", "out")
     assert "6 cells are in out already" in result.stderr
 
 
 def test_ctrl_c_says_what_is_kept(run, mine, monkeypatch):
-    measured, done = cells._measured, []
+    measured, done = cells.measured, []
 
     def interrupted(*args):
         if len(done) == 2:
@@ -85,7 +85,7 @@ def test_ctrl_c_says_what_is_kept(run, mine, monkeypatch):
         done.append(args)
         return measured(*args)
 
-    monkeypatch.setattr(cells, "_measured", interrupted)
+    monkeypatch.setattr(cells, "measured", interrupted)
     monkeypatch.setattr(cells, "POLICIES_PER_TASK", 1)
     result = run(*QUICK, "-p", "lmetric", "-o", "out", code=130)
     assert (
@@ -159,8 +159,8 @@ def test_a_folder_that_cannot_be_made(run, mine, tmp_path):
     assert "cannot write to folder out" in run(*QUICK, "-o", "out", code=2).stderr
 
 
-def test_by_default_evaluation_seeds_and_all_opponents():
-    plan = cli_evaluate._plan(
+def test_by_default_evaluation_seeds_and_all_baselines():
+    plan = cli_evaluate.plan_of(
         None, False, None, (), ("lmetric",), (), None, 0, 5, None, None, 0.1, 30.0
     )
     assert plan.suite == "standard"
@@ -182,7 +182,7 @@ def test_tuned_constants_are_recorded_once(run_json, run, tmp_path):
     assert "load_aware:load_weight=" in run(*args, "--jobs", 1).stdout
 
 
-def test_shipped_opponents_can_be_used():
+def test_shipped_baselines_can_be_used():
     documented = Path(__file__).parents[2] / "docs" / "results" / "tuned.json"
     assert documented.read_bytes() == shipped.TUNED_FILE.read_bytes()
     from tailrace.evaluate.judge.suite import load_scenarios

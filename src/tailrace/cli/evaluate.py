@@ -123,7 +123,7 @@ def command(
 
     show = not (as_json or quiet)
     with console.own_output(), console.progress("measuring capacity", enabled=show):
-        plan = _plan(**given)
+        plan = plan_of(**given)
     with _folder(output) as folder, _interruptible(plan, output) as note:
         total = sum(batch.size for batch in plan.batches)
         with console.own_output(), console.progress("simulating", total, enabled=show) as update:
@@ -146,7 +146,7 @@ def command(
         click.echo(f"written to {output / results.PARQUET} and {output / results.JSON}", err=True)
 
 
-def _plan(
+def plan_of(
     run: Path | None,
     all_checkpoints: bool,
     suite: str | None,

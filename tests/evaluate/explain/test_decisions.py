@@ -3,10 +3,11 @@ import pytest
 
 from policy.networks import random_tensors, small
 from tailrace.evaluate.explain import decisions as d
-from tailrace.evaluate.explain.decisions import Decisions, Question, decisions
+from tailrace.evaluate.explain.decisions import Decisions, DecisionWatcher, Question, decisions
+from tailrace.evaluate.explain.inspect import visit
 from tailrace.evaluate.judge.suite import load_scenarios
 from tailrace.evaluate.measure.cells import Traffic
-from tailrace.evaluate.measure.runner import run
+from tailrace.evaluate.measure.runner import policy_for, run, simulation
 from tailrace.evaluate.search import linear
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.observation import (
@@ -71,21 +72,19 @@ def test_choices_and_what_was_seen_of_them(traffic, trained):
 
 
 @pytest.mark.parametrize("rule", ["random", "power_of_two", "round_robin"])
-def test_asking_on_the_side_changes_nothing(traffic, trained, rule, monkeypatch):
+def test_asking_on_the_side_changes_nothing(traffic, trained, rule):
     """The run that is looked at ends like one that is not, though the rule draws lots."""
-    kept = []
-    original = d._Watcher.decisions
-
-    def keep(watcher):
-        watcher._simulation.run(watcher._policy)
-        kept.append(watcher._simulation.result())
-        return original(watcher)
-
-    monkeypatch.setattr(d._Watcher, "decisions", keep)
-    decisions(Question(traffic, trained, rule, 30))
-    alone = run(traffic.scenario, trained, traffic.rate_rps, SEED)
+    policy, asked = (policy_for(traffic.scenario, name) for name in (trained, rule))
+    for one in (policy, asked):
+        one.reset(traffic.scenario.cluster.size, SEED)
+    play = simulation(traffic.scenario, traffic.rate_rps, SEED)
+    watcher = DecisionWatcher(play, policy, asked, "any")
+    visit(play, policy, 30, watcher.look)
+    assert len(watcher) == 30
+    play.run(policy)
+    watched, alone = play.result(), run(traffic.scenario, trained, traffic.rate_rps, SEED)
     for name in ("replica", "finished_s"):
-        assert (kept[0].requests[name] == alone.requests[name]).all()
+        assert (watched.requests[name] == alone.requests[name]).all()
 
 
 def test_reasons_of_a_policy_that_looks_at_one_thing():

@@ -34,8 +34,8 @@ def test_replays_give_the_cost_that_was_measured(loaded, played):
 
 def test_a_replay_of_another_run_is_noticed(loaded, played):
     run = dataclasses.replace(played.runs[0], cost_s=played.runs[0].cost_s * 1.001)
-    assert not replays._is_as_measured(loaded, run)
-    assert replays._is_as_measured(loaded, played.runs[0])
+    assert not replays.is_as_measured(loaded, run)
+    assert replays.is_as_measured(loaded, played.runs[0])
 
 
 def test_look_aheads_are_not_played_again(loaded, changed):

@@ -9,9 +9,9 @@ import pytest
 from tailrace.config import Replica, Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary
-from tailrace.evaluate.search import sizing as module
+from tailrace.evaluate.search import sizing
 from tailrace.evaluate.search.capacity import ServiceObjective
-from tailrace.evaluate.search.sizing import Kind, Need, Trial, Wanted, plan
+from tailrace.evaluate.search.sizing import Kind, Need, SizingTask, Trial, Wanted, plan, price_of
 from tailrace.terminal.plans import verdict
 
 SCENARIO = Scenario(workload=Workload(name="chat", rate=20.0, requests=400))
@@ -27,14 +27,12 @@ def search(kinds, enough, most=16) -> Need:
     """Search with a stand-in for the simulation: ``enough`` says of counts whether they will do."""
     tried = []
 
-    def judge(_, kinds, counts, policy, target_s):
+    def attempt(task, counts, target_s):
         assert counts not in tried  # nothing is tried twice
         tried.append(counts)
-        return Trial(counts, module._price(counts, kinds), enough(counts), None)
+        return Trial(counts, price_of(counts, task.kinds), enough(counts), None)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_try", judge)
-        return module._search(module._Task(wanted(most=most), kinds, "any"))
+    return sizing.search(SizingTask(wanted(most=most), kinds, "any"), attempt)
 
 
 @pytest.mark.parametrize("needed", range(1, 17))
@@ -60,7 +58,7 @@ def test_the_cheapest_mix_is_found(power, price):
         return sum(p * n for p, n in zip(power, counts, strict=True)) >= 7
 
     every = [c for c in itertools.product(range(17), repeat=2) if 0 < sum(c) <= 16 and enough(c)]
-    cheapest = min(module._price(c, kinds) for c in every)
+    cheapest = min(price_of(c, kinds) for c in every)
     assert search(kinds, enough).found.price == pytest.approx(cheapest)
 
 
@@ -68,22 +66,21 @@ def test_targets_are_tried_in_turn_by_those_that_look_at_them():
     """``enough`` with 6 if it aims at 1 s, with 4 if it aims at half a second; others need 6."""
     tried = {True: [], False: []}
 
-    def judge_for(heeds):
-        def judge(_, kinds, counts, policy, target_s):
+    def attempt_for(heeds):
+        def attempt(_, counts, target_s):
             tried[heeds].append((counts[0], target_s))
             aim = target_s if heeds else 1.0
             met = counts[0] >= (4 if aim == 0.5 else 6)
             summary = SimpleNamespace(ttft_s=aim / counts[0])
             return Trial(counts, float(counts[0]), met, summary, target_s)
 
-        return judge
+        return attempt
 
     asked = replace(wanted(), targets_s=(1.0, 0.5))
     found = {}
     for heeds in (True, False):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_try", judge_for(heeds))
-            found[heeds] = module._search(module._Task(asked, ONE, "any")).found
+        task = SizingTask(asked, ONE, "any")
+        found[heeds] = sizing.search(task, attempt_for(heeds)).found
     assert (found[True].counts, found[True].target_s) == ((4,), 0.5)
     assert (found[False].counts, found[False].target_s) == ((6,), 1.0)
     # With one replica there is no choice to differ in; at the second cluster it is clear.

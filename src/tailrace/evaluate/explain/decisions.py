@@ -103,17 +103,18 @@ def decisions(question: Question) -> Decisions:
     play = simulation(scenario, traffic.rate_rps, traffic.seed)
     for one in (policy, rule):
         one.reset(scenario.cluster.size, traffic.seed)
-    watcher = _Watcher(play, policy, rule, scenario.name)
+    watcher = DecisionWatcher(play, policy, rule, scenario.name)
     visit(play, policy, question.looks, watcher.look)
     return watcher.decisions()
 
 
-class _Watcher:
-    """Writes decisions down and leaves everything as it was."""
+class DecisionWatcher:
+    """Records decisions of a policy and of a rule, without side effects on the simulation."""
 
     def __init__(
         self, simulation: Simulation, policy: BuiltinPolicy, rule: BuiltinPolicy, scenario: str
     ) -> None:
+        """Watch ``policy`` route a simulation of ``scenario``; both have been reset."""
         self._simulation, self._policy, self._rule = simulation, policy, rule
         self._scenario = scenario
         self._rows: list[tuple[bool, Array32, Array32, Array32]] = []

@@ -149,9 +149,7 @@ def play(
         runs=runs,
         loads=tuple(f for f in found if isinstance(f, LoadPoint)),
         decisions=tuple(sorted(asked, key=lambda d: order[d.scenario])),
-        unlike=tuple(
-            f"{r.policy} on {r.scenario}" for r in runs if not _is_as_measured(results, r)
-        ),
+        unlike=tuple(f"{r.policy} on {r.scenario}" for r in runs if not is_as_measured(results, r)),
         left_out=tuple(n for n in results.grid.scenarios if results.scenario(n) is None),
         load_seeds=results.data.seeds[:LOAD_SEEDS],
     )
@@ -305,7 +303,8 @@ def coarser(time: Timeline, factor: int) -> Timeline:
     )
 
 
-def _is_as_measured(results: Results, replay: Replay) -> bool:
+def is_as_measured(results: Results, replay: Replay) -> bool:
+    """Whether a replay has the cost of the cell that it repeats."""
     cells = {c.seed: c for c in results.cells(replay.scenario, replay.policy)}
     measured = cells[replay.seed].summary.cost_s
     return abs(replay.cost_s - measured) <= SAME * measured

@@ -121,7 +121,7 @@ def work(task: CellTask) -> list[Cell]:
     """Do a task; each cell is in its file as soon as it is done."""
     done = []
     for contender in task.contenders:
-        cell = _measured(task, contender)
+        cell = measured(task, contender)
         path = cell_path(task, contender)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_path(path) as temporary:
@@ -130,7 +130,8 @@ def work(task: CellTask) -> list[Cell]:
     return done
 
 
-def _measured(task: CellTask, contender: Contender) -> Cell:
+def measured(task: CellTask, contender: Contender) -> Cell:
+    """Play a cell and return its metrics."""
     traffic, measure = task.traffic, task.measure
     try:
         result = task.player(traffic, contender.spec)

@@ -74,10 +74,16 @@ class Need:
 
 
 @dataclass(frozen=True)
-class _Task:
+class SizingTask:
+    """The search for one policy."""
+
     wanted: Wanted
     kinds: tuple[Kind, ...]
     policy: str
+
+
+#: Tries one cluster of a task: how many of each kind, and the target for first tokens.
+Attempt = Callable[[SizingTask, Counts, float | None], Trial]
 
 
 def targets_s(scenario: Scenario, objectives: Sequence[ServiceObjective]) -> tuple[float, ...]:
@@ -110,17 +116,32 @@ def plan(
         raise TailraceError("a plan needs at least one kind of replica")
     for policy in policies:
         policy_for(_with(wanted.scenario, kinds, (1,) * len(kinds)), policy)
-    tasks = [_Task(wanted, tuple(kinds), policy) for policy in policies]
+    tasks = [SizingTask(wanted, tuple(kinds), policy) for policy in policies]
     found: dict[str, Need] = {}
     with WorkerPool(jobs) as pool:
-        for task, need in pool.run(_search, tasks):
+        for task, need in pool.run(search, tasks):
             found[task.policy] = need
             if progress is not None:
                 progress(len(found))
     return [found[policy] for policy in policies]
 
 
-def _search(task: _Task) -> Need:
+def simulated(task: SizingTask, counts: Counts, target_s: float | None) -> Trial:
+    """Try a cluster in the simulator, seed by seed until an objective fails."""
+    scenario = _with(task.wanted.scenario, task.kinds, counts)
+    if target_s is not None:
+        workload = scenario.workload.model_copy(update={"ttft_slo_s": target_s})
+        scenario = scenario.model_copy(update={"workload": workload})
+    for seed in task.wanted.seeds:
+        summary = summarise(run(scenario, task.policy, resolve_rate(scenario), seed))
+        met = all(objective.met(summary) for objective in task.wanted.objectives)
+        if not met:
+            break
+    return Trial(counts, price_of(counts, task.kinds), met, summary, target_s)
+
+
+def search(task: SizingTask, attempt: Attempt = simulated) -> Need:
+    """Return the cheapest cluster that meets the objectives, and all that were tried."""
     wanted, kinds = task.wanted, task.kinds
     trials: dict[Counts, Trial] = {}
     targets_s: Sequence[float | None] = wanted.targets_s or (None,)
@@ -130,7 +151,7 @@ def _search(task: _Task) -> Need:
         if counts not in trials:
             tried = []
             for target_s in targets_s:
-                tried.append(_try(wanted, kinds, counts, task.policy, target_s))
+                tried.append(attempt(task, counts, target_s))
                 if tried[-1].met:
                     break
             trials[counts] = tried[-1] if tried[-1].met else tried[0]
@@ -184,32 +205,18 @@ def _cheaper_mixes(
         for counts in itertools.product(*ranges)
         if sum(count > 0 for count in counts) > 1
         and sum(counts) <= most
-        and _price(counts, kinds) < limit
+        and price_of(counts, kinds) < limit
         and sum(c / (n or 2 * most) for c, n in zip(counts, alone, strict=True)) >= LEAST_MIX
     ]
-    yield from sorted(mixes, key=lambda counts: (_price(counts, kinds), sum(counts)))
+    yield from sorted(mixes, key=lambda counts: (price_of(counts, kinds), sum(counts)))
 
 
 def _all_alike(trials: Sequence[Trial]) -> bool:
     return all(trial.summary.ttft_s == trials[0].summary.ttft_s for trial in trials)
 
 
-def _try(
-    wanted: Wanted, kinds: Sequence[Kind], counts: Counts, policy: str, target_s: float | None
-) -> Trial:
-    scenario = _with(wanted.scenario, kinds, counts)
-    if target_s is not None:
-        workload = scenario.workload.model_copy(update={"ttft_slo_s": target_s})
-        scenario = scenario.model_copy(update={"workload": workload})
-    for seed in wanted.seeds:
-        summary = summarise(run(scenario, policy, resolve_rate(scenario), seed))
-        met = all(objective.met(summary) for objective in wanted.objectives)
-        if not met:
-            break
-    return Trial(counts, _price(counts, kinds), met, summary, target_s)
-
-
-def _price(counts: Counts, kinds: Sequence[Kind]) -> float:
+def price_of(counts: Counts, kinds: Sequence[Kind]) -> float:
+    """Return the price of a cluster."""
     return sum(count * kind.price for count, kind in zip(counts, kinds, strict=True))
 
 

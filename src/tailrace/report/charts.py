@@ -52,10 +52,10 @@ def pareto(results: Results) -> list[Figure]:
     return found
 
 
-def _relative(results: Results, figure: str) -> dict[str, float]:
-    """Geometric means over scenarios of a figure / the best single rule's."""
+def _relative(results: Results, metric: str) -> dict[str, float]:
+    """Geometric means over scenarios of a metric / the best single rule's."""
     grid = results.grid
-    means = grid.values(figure).mean(axis=2)
+    means = grid.values(metric).mean(axis=2)
     others = means[:, [grid.policies.index(results.data.best_single)]]
     return dict(
         zip(grid.policies, np.exp(np.log(means / others).mean(axis=0)).tolist(), strict=True)
@@ -124,15 +124,15 @@ def _stairs(front: Sequence[tuple[float, float]]) -> list[list[tuple[float, floa
 # ---- distributions ------------------------------------------------------------------------------
 
 
-def distributions(results: Results, replays: Replays, figure: str) -> list[Figure]:
-    """One panel per scenario: latency at every percentile; ``figure``: ttft_s or e2e_s."""
-    what = {"ttft_s": "time to first token, s", "e2e_s": "end to end, s"}[figure]
+def distributions(results: Results, replays: Replays, metric: str) -> list[Figure]:
+    """One panel per scenario: latency at every percentile; ``metric``: ttft_s or e2e_s."""
+    what = {"ttft_s": "time to first token, s", "e2e_s": "end to end, s"}[metric]
     found = []
     for scenario in results.grid.scenarios:
         runs = runs_of(results, replays, scenario)
         if not runs:
             continue
-        curves = [(run, part, np.asarray(getattr(run, figure))) for run, part in runs]
+        curves = [(run, part, np.asarray(getattr(run, metric))) for run, part in runs]
         values = [float(v) for _, _, curve in curves for v in curve[SHARES >= 0.1]]
         panel = Panel(
             around(values, log=True, margin=0.02),
@@ -198,12 +198,12 @@ def over_load(results: Results, replays: Replays) -> list[Figure]:
     return found
 
 
-def _means(points: Sequence[LoadPoint], policy: str, figure: str) -> list[tuple[float, float]]:
-    """A figure over load [(load, mean over seeds)]."""
+def _means(points: Sequence[LoadPoint], policy: str, metric: str) -> list[tuple[float, float]]:
+    """A metric over load [(load, mean over seeds)]."""
     values: dict[float, list[float]] = {}
     for point in points:
         if point.policy == policy:
-            values.setdefault(point.load, []).append(float(getattr(point, figure)))
+            values.setdefault(point.load, []).append(float(getattr(point, metric)))
     return sorted((load, float(np.mean(of))) for load, of in values.items())
 
 
@@ -225,11 +225,11 @@ def over_size(results: Results) -> list[Figure]:
     scenarios = sizes(results)
     rows = [results.grid.scenarios.index(name) for _, name in scenarios]
     found = []
-    for figure, title in (("cost", "composite cost"), ("p99_ttft", "P99 TTFT")):
+    for metric, title in (("cost", "composite cost"), ("p99_ttft", "P99 TTFT")):
         curves = {}
         for policy in (results.subject, *results.look_aheads):
             others = [results.data.best_single] * len(results.grid.scenarios)
-            each = results.grid.ratios(figure, policy, others).each()
+            each = results.grid.ratios(metric, policy, others).each()
             curves[policy] = [each[row] for row in rows]
         values = [v for c in curves.values() for i in c for v in (i.ratio, i.low, i.high)]
         counts = [count for count, _ in scenarios]

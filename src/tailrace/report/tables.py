@@ -285,9 +285,9 @@ def sizes(results: Results, of: Sequence[tuple[int, str]]) -> Table:
     rows = []
     grid, single = results.grid, results.data.best_single
     columns = [
-        grid.ratios(figure, results.subject, others).each()
+        grid.ratios(metric, results.subject, others).each()
         for others in ([single] * len(grid.scenarios), list(results.best_of_each))
-        for figure in ("cost", "p99_ttft")
+        for metric in ("cost", "p99_ttft")
     ]
     for count, scenario in of:
         index = grid.scenarios.index(scenario)

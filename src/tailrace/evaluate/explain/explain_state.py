@@ -210,5 +210,5 @@ def shown(feature: Feature, value: float) -> str:
     if feature.unit == "0/1":
         return f"{quantity:.2g}"
     unit = "times" if feature.unit == "ratio" else feature.unit
-    figure = f"{quantity:.0f}" if abs(quantity) >= 100 else f"{quantity:.2g}"
-    return f"{figure} {unit}"
+    number = f"{quantity:.0f}" if abs(quantity) >= 100 else f"{quantity:.2g}"
+    return f"{number} {unit}"

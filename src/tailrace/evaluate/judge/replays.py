@@ -92,7 +92,7 @@ class Replays:
 
 @dataclass(frozen=True)
 class ReplayTask:
-    """Some policies (label, spec) on the same traffic; ``load``: just two figures of each."""
+    """Some policies (label, spec) on the same traffic; ``load``: only two metrics of each."""
 
     traffic: Traffic
     policies: tuple[tuple[str, str], ...]

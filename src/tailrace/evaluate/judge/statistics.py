@@ -1,6 +1,6 @@
 """Honest comparisons of an evaluation: pairs, bootstrap over seeds, many comparisons counted.
 
-Figures stand in an array [S, P, K]: scenarios, policies, seeds. All policies of a scenario and a
+Metrics stand in an array [S, P, K]: scenarios, policies, seeds. All policies of a scenario and a
 seed met the same requests, so seeds are drawn for all of them together. Scenarios have traffic of
 their own, so seeds are drawn for each of them by itself.
 """
@@ -21,8 +21,8 @@ Array = NDArray[np.float64]
 #: Flips of sign in the paired test: the least p-value is 1 in so many.
 FLIPS = 9999
 
-#: Figures that ratios are made of.
-FIGURES: dict[str, Callable[[Cell], float | None]] = {
+#: Metrics that ratios are made of.
+METRICS: dict[str, Callable[[Cell], float | None]] = {
     "cost": lambda c: c.summary.cost_s,
     "p99_ttft": lambda c: c.summary.ttft_s.p99,
     "mean_ttft": lambda c: c.summary.ttft_s.mean,
@@ -58,12 +58,12 @@ class Grid:
             tuple(tuple(tuple(found[s, p, k] for k in seeds) for p in policies) for s in scenarios),
         )
 
-    def values(self, figure: str) -> Array:
-        """Return a figure of every cell [S, P, K]; NaN where no request could tell, or if it is 0.
+    def values(self, metric: str) -> Array:
+        """Return a metric of every cell [S, P, K]; NaN where no request could tell, or if it is 0.
 
         A ratio with such a cell in it is NaN as well: it is never left out in silence.
         """
-        return self._values[figure]
+        return self._values[metric]
 
     @cached_property
     def _values(self) -> dict[str, Array]:
@@ -72,7 +72,7 @@ class Grid:
             values = np.array(rows, np.float64)
             return np.where(values > 0, values, np.nan)
 
-        return {figure: table(of) for figure, of in FIGURES.items()}
+        return {metric: table(of) for metric, of in METRICS.items()}
 
     @cached_property
     def draws(self) -> Array:
@@ -86,9 +86,9 @@ class Grid:
             ]
         )
 
-    def ratios(self, figure: str, policy: str, others: Sequence[str]) -> "Ratios":
+    def ratios(self, metric: str, policy: str, others: Sequence[str]) -> "Ratios":
         """Set a policy's mean over seeds against that of another one in each scenario [S]."""
-        values = self.values(figure)
+        values = self.values(metric)
         mine = values[:, self.policies.index(policy)]
         rows = np.arange(len(self.scenarios))
         theirs = values[rows, [self.policies.index(other) for other in others]]
@@ -100,7 +100,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Ratios:
-    """One figure of a policy against that of another one, in every scenario."""
+    """One metric of a policy against that of another one, in every scenario."""
 
     ratios: Array  #: [S] of the means over seeds
     drawn: Array | None  #: [S, samples] of the same over seeds drawn at random; None: one seed
@@ -224,8 +224,8 @@ def versus_single(grid: Grid, policy: str, baseline: str) -> VersusBestSingle:
     """Set a policy against one rule over all scenarios."""
     others = [baseline] * len(grid.scenarios)
 
-    def mean(figure: str) -> Interval:
-        return grid.ratios(figure, policy, others).geometric_mean()
+    def mean(metric: str) -> Interval:
+        return grid.ratios(metric, policy, others).geometric_mean()
 
     return VersusBestSingle(
         baseline, mean("cost"), mean("p99_ttft"), mean("mean_e2e"), mean("throughput")
@@ -235,8 +235,8 @@ def versus_single(grid: Grid, policy: str, baseline: str) -> VersusBestSingle:
 def versus_each(grid: Grid, policy: str, baselines: Sequence[str]) -> VersusBestOfEach:
     """Set a policy against the best rule of each scenario."""
 
-    def each(figure: str) -> list[Interval]:
-        return grid.ratios(figure, policy, baselines).each()
+    def each(metric: str) -> list[Interval]:
+        return grid.ratios(metric, policy, baselines).each()
 
     logs = np.log(grid.values("cost"))
     mine = logs[:, grid.policies.index(policy)]

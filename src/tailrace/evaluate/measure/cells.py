@@ -1,7 +1,7 @@
 """Cells of an evaluation: one policy on the traffic of one scenario and seed, each in its own file.
 
-A cell's file is named by a digest of everything its figures depend on, sources included. So an
-interrupted evaluation goes on where it stopped, and one with other settings never picks up figures
+A cell's file is named by a digest of everything its metrics depend on, sources included. So an
+interrupted evaluation goes on where it stopped, and one with other settings never picks up metrics
 that are not its own.
 """
 
@@ -27,7 +27,7 @@ from tailrace.sim.result import SimResult
 #: Policies that one task runs on the same traffic: made once for them, and progress shows.
 POLICIES_PER_TASK = 8
 _PACKAGE = Path(__file__).parents[2]
-#: Sources on which figures depend.
+#: Sources on which metrics depend.
 _SOURCES = (
     *("view/**/*.py", "sim/**/*.py", "policy/**/*.py", "workload/**/*.py"),
     *("evaluate/measure/metrics.py", "evaluate/measure/tail.py"),
@@ -36,7 +36,7 @@ _SOURCES = (
 
 @dataclass(frozen=True)
 class Measure:
-    """How a run is turned into figures."""
+    """How a run is turned into metrics."""
 
     warmup_fraction: float = 0.1  #: share of the first requests left out
     ttft_limit_s: float = 30.0  #: hard limit: longer waits for a first token are counted
@@ -44,7 +44,7 @@ class Measure:
 
 @dataclass(frozen=True)
 class Cell:
-    """The figures of one policy on one seed of a scenario."""
+    """The metrics of one policy on one seed of a scenario."""
 
     scenario: str
     policy: str
@@ -84,7 +84,7 @@ def simulator(traffic: Traffic, spec: str) -> SimResult:
 
 @lru_cache(maxsize=1)
 def source_digest() -> str:
-    """Return a digest of the sources on which figures depend."""
+    """Return a digest of the sources on which metrics depend."""
     digest = hashlib.sha256()
     for path in sorted(p for pattern in _SOURCES for p in _PACKAGE.glob(pattern)):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode())

@@ -109,11 +109,11 @@ def save_predictor(
             raise
         raise TailraceError("predict_greedy needs torch: pip install tailrace[train]") from None
 
-    figures: dict[str, float] = {}
+    metrics: dict[str, float] = {}
 
     def report(number: int, error: float, decisions: int) -> None:
         progress(number)
-        figures.update(error=error, decisions=decisions)
+        metrics.update(error=error, decisions=decisions)
 
     tensors = predictor.train(traffics, pool, rounds=rounds, report=report)
     training = {"kind": PREDICTOR, "rounds": rounds, **_conditions(traffics)}
@@ -123,6 +123,6 @@ def save_predictor(
         tensors,
         training={**training, "drivers": list(predictor.DRIVERS)},
         seeds=_seeds(traffics),
-        scores=figures,
+        scores=metrics,
     )
-    return figures
+    return metrics

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import numpy as np
 import pytest
 
-from tailrace.evaluate.judge.compare import Interval
+from tailrace.evaluate.judge.bootstrap import Interval
 from tailrace.evaluate.judge.results_folder import load
 from tailrace.report.content import FEW_SEEDS, judged, spans
 from tailrace.report.render import evaluate_command, markdown_cell, render

@@ -6,7 +6,8 @@ from rich.console import Console
 
 from results import make_result
 from tailrace.config import Scenario
-from tailrace.evaluate.judge.compare import Comparison, Entry, Interval, averaged
+from tailrace.evaluate.judge.bootstrap import Interval
+from tailrace.evaluate.judge.compare import Comparison, Entry, averaged
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.sim.result import FAILED
 from tailrace.terminal.tables import (

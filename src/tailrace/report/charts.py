@@ -9,7 +9,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from tailrace.evaluate.judge.compare import Interval
+from tailrace.evaluate.judge.bootstrap import Interval
 from tailrace.evaluate.judge.replays import SHARES, LoadPoint, Replay, Replays, shown
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.measure.contender import Role

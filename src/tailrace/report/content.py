@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from tailrace import scenario as scenarios
-from tailrace.evaluate.judge.compare import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
+from tailrace.evaluate.judge.bootstrap import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
 from tailrace.evaluate.judge.replays import LOAD_REQUESTS, Replays, shown
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach, versus_each

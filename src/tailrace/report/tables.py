@@ -6,7 +6,8 @@ from math import isfinite
 
 from markupsafe import Markup
 
-from tailrace.evaluate.judge.compare import Interval, averaged
+from tailrace.evaluate.judge.bootstrap import Interval
+from tailrace.evaluate.judge.compare import averaged
 from tailrace.evaluate.judge.results import RankedPolicy, merged_extremes
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach

@@ -6,7 +6,8 @@ from math import isfinite
 from rich.console import Console
 from rich.text import Text
 
-from tailrace.evaluate.judge.compare import Interval, averaged
+from tailrace.evaluate.judge.bootstrap import Interval
+from tailrace.evaluate.judge.compare import averaged
 from tailrace.evaluate.judge.results import merged_extremes
 from tailrace.evaluate.judge.statistics import VersusBestOfEach
 from tailrace.evaluate.judge.suite import Evaluation, Standing

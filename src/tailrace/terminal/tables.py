@@ -7,7 +7,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tailrace.evaluate.judge.compare import Comparison, Entry, Interval
+from tailrace.evaluate.judge.bootstrap import Interval
+from tailrace.evaluate.judge.compare import Comparison, Entry
 from tailrace.evaluate.measure.metrics import Latency, Summary
 from tailrace.evaluate.search.capacity import MaxLoad
 from tailrace.view.objective import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT

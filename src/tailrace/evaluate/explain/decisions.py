@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.evaluate.explain.audit import MAX_EXPLAINED
-from tailrace.evaluate.explain.explain_state import Reason, shown
+from tailrace.evaluate.explain.explain_state import Reason, by_quantity, deviation, shown
 from tailrace.evaluate.explain.inspect import EQUAL, visit
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.runner import policy_for, simulation
@@ -231,13 +231,8 @@ def contrast(
     ``slopes`` [n, F] are gradients of logits per deviation in training. A comparison with the other
     replicas (NAME_vs_mean) counts with the quantity itself.
     """
-    deviation = np.sqrt(policy.tensors["replica_norm.var"].astype(np.float64))
-    difference = (replica_obs[taken] - replica_obs[instead]) / np.maximum(deviation, STD_FLOOR)
-    effects = difference * (slopes[taken] + slopes[instead]) / 2
-    total: dict[str, float] = {}
-    for feature, effect in zip(REPLICA_FEATURES, effects, strict=True):
-        name = feature.name.partition("_vs_")[0]
-        total[name] = total.get(name, 0.0) + float(effect)
+    difference = (replica_obs[taken] - replica_obs[instead]) / deviation(policy, "replica")
+    total = by_quantity(difference * (slopes[taken] + slopes[instead]) / 2)
     columns = {REPLICA_FEATURES[k].name: k for k in OWN}
     strongest = sorted(total, key=lambda name: -abs(total[name]))[:REASONS]
     found = []

@@ -128,22 +128,18 @@ def _reasons(
     """
     common = replica_obs[mask].mean(axis=0)
     replica_effects = explained.replica_gradients * (
-        (replica_obs - common) / _deviation(policy, "replica")
+        (replica_obs - common) / deviation(policy, "replica")
     )
     usual = policy.tensors["request_norm.mean"]
     request_effects = explained.request_gradients * (
-        (request_obs - usual) / _deviation(policy, "request")
+        (request_obs - usual) / deviation(policy, "request")
     )
     columns = {feature.name: k for k, feature in enumerate(REPLICA_FEATURES)}
     out = []
     for i in range(len(mask)):
-        effects: dict[str, float] = {}
-        for feature, effect in zip(REPLICA_FEATURES, replica_effects[i], strict=True):
-            quantity = _COMPARISON.sub("", feature.name)
-            effects[quantity] = effects.get(quantity, 0.0) + float(effect)
         found = [
             Reason(name, effect, _of_replica(columns[name], replica_obs, i, mask))
-            for name, effect in effects.items()
+            for name, effect in by_quantity(replica_effects[i]).items()
         ]
         found += [
             Reason(feature.name, float(effect), _of_request(feature, request_obs[k], usual[k]))
@@ -156,7 +152,20 @@ def _reasons(
     return out
 
 
-def _deviation(policy: LearnedPolicy, of: str) -> NDArray[np.float64]:
+def by_quantity(effects: NDArray[np.float64]) -> dict[str, float]:
+    """Add up the effects [F] of a replica's features; a comparison counts with its quantity."""
+    total: dict[str, float] = {}
+    for feature, effect in zip(REPLICA_FEATURES, effects, strict=True):
+        quantity = _COMPARISON.sub("", feature.name)
+        total[quantity] = total.get(quantity, 0.0) + float(effect)
+    return total
+
+
+def deviation(policy: LearnedPolicy, of: str) -> NDArray[np.float64]:
+    """Return the standard deviations of features in training, not below STD_FLOOR.
+
+    ``of`` is replica or request.
+    """
     var = policy.tensors[f"{of}_norm.var"].astype(np.float64)
     return np.maximum(np.sqrt(var), STD_FLOOR)
 

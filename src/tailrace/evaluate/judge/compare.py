@@ -9,24 +9,13 @@ from numpy.typing import NDArray
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
+from tailrace.evaluate.judge.bootstrap import BOOTSTRAP_SAMPLES, Interval, bounds, resampled
 from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, run
 from tailrace.parallel import WorkerPool
 from tailrace.saturation import resolve_rate
-from tailrace.seeds import generator
 
 DEFAULT_REFERENCE = "least_outstanding"
-CONFIDENCE = 0.95
-BOOTSTRAP_SAMPLES = 10_000
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A ratio and its confidence interval; without bounds if one seed is all there is."""
-
-    ratio: float
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True)
@@ -116,11 +105,8 @@ def ratio_interval(
     ratio = float(costs.mean() / reference.mean())
     if len(costs) < 2:
         return Interval(ratio, None, None)
-    drawn = generator(0, "bootstrap").integers(len(costs), size=(samples, len(costs)))
-    ratios = costs[drawn].mean(axis=1) / reference[drawn].mean(axis=1)
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(ratios, (tail, 100 - tail))
-    return Interval(ratio, float(low), float(high))
+    drawn = resampled(len(costs), samples)
+    return Interval(ratio, *bounds(costs[drawn].mean(axis=1) / reference[drawn].mean(axis=1)))
 
 
 def _versus(runs: Sequence[Summary], reference: Sequence[Summary]) -> Interval | None:

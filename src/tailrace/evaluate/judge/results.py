@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tailrace import __version__
 from tailrace.errors import TailraceError
 from tailrace.evaluate.judge.baselines import REFERENCE
-from tailrace.evaluate.judge.compare import Interval, averaged
+from tailrace.evaluate.judge.bootstrap import Interval
+from tailrace.evaluate.judge.compare import averaged
 from tailrace.evaluate.judge.statistics import Verdict, VersusBestOfEach, VersusBestSingle
 from tailrace.evaluate.judge.suite import Evaluation, Standing
 from tailrace.evaluate.measure.cells import Cell, source_digest

@@ -10,7 +10,7 @@ import pyarrow.parquet
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.evaluate.judge.compare import Interval
+from tailrace.evaluate.judge.bootstrap import Interval
 from tailrace.evaluate.judge.results import (
     JSON,
     PARQUET,

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from tailrace.evaluate.judge.compare import BOOTSTRAP_SAMPLES, CONFIDENCE, Interval
+from tailrace.evaluate.judge.bootstrap import BOOTSTRAP_SAMPLES, Interval, bounds
 from tailrace.evaluate.measure.cells import Cell
 from tailrace.seeds import generator
 
@@ -119,9 +119,7 @@ class Ratios:
 def _interval(ratio: np.floating | float, drawn: Array | None) -> Interval:
     if drawn is None:
         return Interval(float(ratio), None, None)
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(drawn, (tail, 100 - tail))
-    return Interval(float(ratio), float(low), float(high))
+    return Interval(float(ratio), *bounds(drawn))
 
 
 def scores(grid: Grid, reference: str) -> Array:

@@ -17,11 +17,12 @@ from tailrace.config import Scenario
 from tailrace.env.core import Core, EnvSettings
 from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError
+from tailrace.evaluate.judge.bootstrap import bounds, resampled
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.saturation import with_capacity
-from tailrace.seeds import Purpose, generator, require
+from tailrace.seeds import Purpose, require
 from tailrace.sim import engine
 from tailrace.sim.allocation import new_fleet
 from tailrace.sim.fleet import SKIP, follow, run_for, step_fleet
@@ -38,8 +39,6 @@ SAME_RANKING, SIMILAR_RANKING = 0.9, 0.7
 AT_BOUND = 0.95
 #: Up to this share of rewards at the bound does not matter.
 MAX_AT_BOUND = 0.01
-CONFIDENCE = 0.95
-BOOTSTRAP_SAMPLES = 10_000
 
 
 @dataclass(frozen=True)
@@ -301,10 +300,7 @@ def _gain(played: RewardResult, best: RewardResult, magnitude: float) -> Gain:
     gains = np.array(played.rewards) - np.array(best.rewards)
     low = high = None
     if len(gains) > 1:
-        drawn = generator(0, "bootstrap").integers(len(gains), size=(BOOTSTRAP_SAMPLES, len(gains)))
-        tail = 100 * (1 - CONFIDENCE) / 2
-        bounds = np.percentile(gains[drawn].mean(axis=1), (tail, 100 - tail))
-        low, high = map(float, bounds)
+        low, high = bounds(gains[resampled(len(gains))].mean(axis=1))
     gain = float(gains.mean())
     # Against itself as reference a rule gets nothing, but for rounding: no share of that.
     nothing = abs(best.reward) <= 1e-6 * magnitude

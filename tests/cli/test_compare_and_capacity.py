@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from tailrace import saturation
 from tailrace import scenario as scenarios
 from tailrace.evaluate.search import capacity
 from tailrace.seeds import Purpose, purpose_of
@@ -66,8 +67,8 @@ def test_look_ahead_asked_for_on_the_reference_engine(refuse, command):
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(capacity, "MIN_REQUESTS", 200)
-    monkeypatch.setattr(capacity, "REQUESTS_PER_REPLICA", 200)
+    monkeypatch.setattr(saturation, "MIN_REQUESTS", 200)
+    monkeypatch.setattr(saturation, "REQUESTS_PER_REPLICA", 200)
     monkeypatch.setattr(capacity, "MIN_PROBE_REQUESTS", 20)
     monkeypatch.setattr(capacity, "PROBE_REQUESTS_PER_REPLICA", 20)
 

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import BaseModel
 
 from tailrace.errors import TailraceError
@@ -49,7 +48,7 @@ def _any(suffixes: tuple[str, ...]) -> str:
 
 def plain(value: Any) -> Any:
     """Turn results and settings into dicts, lists, strings and finite numbers."""
-    if isinstance(value, float | np.floating):
+    if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, BaseModel):
         return plain(value.model_dump(mode="python"))
@@ -57,12 +56,10 @@ def plain(value: Any) -> Any:
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return plain(value.tolist())
     if isinstance(value, list | tuple | set | frozenset):
         return [plain(item) for item in value]
-    if isinstance(value, np.generic):
-        return value.item()
+    if hasattr(value, "tolist"):  # of NumPy, which the command line does not load for its help
+        return plain(value.tolist())
     if isinstance(value, Path):
         return str(value)
     return value

@@ -72,10 +72,6 @@ ALLOWED = frozenset(
         "learn.external_worlds -> integrations.vidur",
         "learn.external_worlds -> integrations.vidur.limits",
         "learn.external_worlds -> integrations.vidur.rollout",
-        "report.content -> sim.cost_accounts",
-        "router.state.cluster -> sim.allocation",
-        "router.state.cluster -> sim.reference.routing",
-        "router.state.shared_state -> sim.reference.routing",
     }
 )
 

@@ -26,7 +26,6 @@ from tailrace.router.intake.request_body import read_request
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
-from tailrace.router.state.cluster import Attempt, ClusterState
 from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim import engine as kernel

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.conftest import Backend, chunked, raw, reply, run
-from tailrace.net.client import MAX_FETCH_BYTES, FetchError, Pool
+from tailrace.net.client import MAX_FETCH_BYTES, Call, FetchError, Pool, failure_kind
 from tailrace.net.origin import Origin
 
 
@@ -246,5 +246,70 @@ def test_a_key_of_the_backend_replaces_the_clients() -> None:
         assert seen.names.count("authorization") == 1
         pool.abort()
         await backend.kill()
+
+    run(test())
+
+
+class Recorded(Call):
+    """A call that notes what becomes of it."""
+
+    def __init__(self, pool: Pool) -> None:
+        super().__init__(pool, b"GET", pool.head(b"GET", b"/x", 0), b"")
+        self.heard: list[Any] = []
+        self.finished = asyncio.Event()
+
+    def began(self, head: Any) -> None:
+        self.heard.append(head.status)
+
+    def received(self, data: bytes) -> None:
+        self.heard.append(data)
+
+    def ended(self) -> None:
+        self.finished.set()
+
+    def broken(self, why: str, *, connecting: bool) -> None:
+        self.heard.append(failure_kind(why, connecting=connecting))
+        self.finished.set()
+
+
+async def called(pool: Pool) -> list[Any]:
+    call = Recorded(pool)
+    call.start()
+    await call.finished.wait()
+    return call.heard
+
+
+def test_calls_keep_their_connection_and_survive_its_end() -> None:
+    async def test() -> None:
+        backend, pool = await backend_and_pool()
+        assert await called(pool) == [200, b'{"ok":true}']
+        assert await called(pool) == [200, b'{"ok":true}']
+        assert (backend.connections, pool.made) == (1, 1)
+        # The server closes a kept connection instead of responding: sent again, once.
+        backend.scripts.append(raw(b"", abort=True))
+        assert await called(pool) == [200, b'{"ok":true}']
+        assert pool.made == 2
+        backend.scripts += [raw(b"", abort=True), raw(b"", abort=True)]
+        assert await called(pool) == ["disconnected"]
+        pool.abort()
+        await backend.kill()
+
+    run(test())
+
+
+def test_failures_of_calls() -> None:
+    async def test() -> None:
+        backend, pool = await backend_and_pool()
+        backend.scripts.append(raw(b"nonsense\r\n\r\n"))
+        assert await called(pool) == ["malformed"]
+        backend.scripts.append(raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nabc", close=True))
+        assert await called(pool) == [200, b"abc", "disconnected"]
+        call = Recorded(pool)
+        call.start()
+        call.cancel()
+        await backend.kill()
+        assert await called(pool) == ["connect"]
+        assert call.heard == []
+        pool.abort()
 
     run(test())

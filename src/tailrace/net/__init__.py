@@ -1,1 +1,1 @@
-"""HTTP/1.1: message heads, body framing, server and client connections."""
+"""HTTP/1.1: heads, body framing, server and client connections, event streams, /metrics pages."""

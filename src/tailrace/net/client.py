@@ -1,6 +1,6 @@
-"""Connections to one backend: a pool, one exchange at a time per connection.
+"""Client side of HTTP: a pool of connections to one server, one request at a time on each.
 
-No coroutine stands between a request and its answer: a connection calls its sink as bytes arrive.
+No coroutine stands between a request and its response: a connection calls its sink as bytes arrive.
 """
 
 import asyncio
@@ -15,15 +15,15 @@ from tailrace.net.head_cache import ResponseHeadCache, length_in
 from tailrace.net.heads import RequestHead, ResponseHead, upstream_head
 from tailrace.net.origin import Origin
 
-#: vLLM closes a connection that is idle for 5 s; one that is nearly that old is not used again.
+#: vLLM closes connections that are idle for 5 s, so those idle for nearly as long are not reused.
 IDLE_S = 4.0
-#: Idle connections kept per backend.
+#: Idle connections kept per server.
 MAX_IDLE = 256
-#: Largest head of an answer, in bytes.
+#: Largest response head, in bytes.
 MAX_HEAD_BYTES = 65_536
-#: Bodies below this are put into one write with their head, in bytes.
+#: Request bodies below this size are joined with their head into one write, in bytes.
 JOIN_BYTES = 16_384
-#: Largest answer to the router's own questions (metrics, tokenizer, probes), in bytes.
+#: Largest response body that :meth:`Pool.fetch` accepts, in bytes.
 MAX_FETCH_BYTES = 16 * 2**20
 #: A kept connection that is lost this soon after a request was sent on it was closed before, s.
 STALE_S = 0.1
@@ -33,29 +33,29 @@ _CONNECT_TIMEOUT = "no connection within"
 
 
 class Sink(Protocol):
-    """Who waits for an answer. Exactly one of ``body(done=True)`` and ``failed`` ends it."""
+    """Receiver of a response. It ends with ``whole``, ``body(done=True)`` or ``failed``."""
 
     def connected(self, connection: "UpstreamConnection") -> bool:
-        """A connection is there; False: not wanted any more."""
+        """Use a new connection; return False if it is no longer wanted."""
 
     def failed(self, why: str, *, connecting: bool) -> None:
-        """There will be no answer, or no more of it."""
+        """Take note that there will be no response, or no more of it."""
 
     def head(self, head: ResponseHead) -> None:
-        """The head of the answer; ``body`` follows in the same turn."""
+        """Take the head of the response; ``body`` follows in the same turn of the loop."""
 
     def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
-        """Bytes as they came, framing included, and what they mean."""
+        """Take bytes as received, framing included, and the decoded parts of the body in them."""
 
     def whole(self, head: ResponseHead, body: bytes) -> None:
-        """An answer of known length that came in one piece: ``head`` and ``body`` in one.
+        """Take a response of known length that came in one piece, instead of ``head`` and ``body``.
 
-        The length that the head tells may be another's.
+        Content-Length in ``head`` may belong to a different response.
         """
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection to a backend, idle or with one exchange on it."""
+    """A connection to a server, idle or with one request on it."""
 
     __slots__ = ("_head_bytes", "_keep", "_method", "_reader", "idle_since", "pool", "reader",
                  "reused", "sink", "transport")  # fmt: skip
@@ -65,18 +65,18 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.sink: Sink | None = None
         self.reader: BodyReader | None = None
-        """Of the answer under way; None before its head is there."""
+        """Reader of the current response body; None until its head has been read."""
         self.reused = False
-        """Whether it has served a request before the present one."""
+        """Whether it has served a request before the current one."""
         self.idle_since = 0.0
         self._head_bytes = b""
         self._method = b""
         self._keep = False
 
-    # Called by whoever holds the connection.
+    # Called by the owner of the request.
 
     def send(self, sink: Sink, method: bytes, head: bytes, body: bytes) -> None:
-        """Send a request; the answer goes to the sink."""
+        """Send a request; the response goes to the sink."""
         transport = self.transport
         assert transport is not None
         self.sink = sink
@@ -88,18 +88,18 @@ class UpstreamConnection(asyncio.Protocol):
             transport.writelines((head, body))
 
     def abort(self) -> None:
-        """Break off: the exchange is no longer wanted, and the backend shall notice."""
+        """Reset the connection, so that the server notices that the response is not wanted."""
         self.sink = None
         if self.transport is not None:
             self.transport.abort()
 
     def pause(self) -> None:
-        """Stop reading: the client is slower than the backend."""
+        """Stop reading: the client is slower than the server."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.pause_reading()
 
     def resume(self) -> None:
-        """Go on reading."""
+        """Resume reading."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -110,7 +110,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
-        """Read an answer; anything unasked for ends the connection."""
+        """Read a response; close the connection on bytes without a request."""
         sink = self.sink
         if sink is None:
             self._close()
@@ -125,7 +125,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._fail(str(error))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the sink, unless the end of the connection is the end of the answer."""
+        """Tell the sink, unless the end of the connection is the end of the response."""
         self.transport = None
         self.pool.lost(self)
         sink = self.sink
@@ -142,7 +142,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._head_bytes:
             data = self._head_bytes + data
         elif last is not None and self._method != b"HEAD":
-            # Most answers of a server have the head of the one before.
+            # Most responses of a server have the head of the one before.
             end, length = length_in(data, last[0], last[1])
             if end and len(data) == end + length:
                 self._keep = last[2].keep_alive
@@ -160,7 +160,7 @@ class UpstreamConnection(asyncio.Protocol):
             head = self.pool.heads.read(data[:end], self._method)
             if head.status >= 200:
                 break
-            data = data[end:]  # 100 Continue and the like: the answer is still to come
+            data = data[end:]  # 100 Continue and the like: the response follows
         self._head_bytes = b""
         self._keep = head.keep_alive
         framing = head.framing
@@ -172,7 +172,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.reader = reader = reader_for(framing)
         sink.head(head)
         if self.sink is not sink:
-            return  # not wanted: another replica is tried
+            return  # not wanted: another backend is tried
         if reader.done:
             self._done(b"", [], len(data) > end, sink)
         elif len(data) > end:
@@ -188,13 +188,13 @@ class UpstreamConnection(asyncio.Protocol):
             sink.body(data[start:] if start else data, parts, False)
 
     def _done(self, raw: bytes, parts: list[bytes], more: bool, sink: Sink) -> None:
-        """Give the connection back before the sink hears, which may want it at once."""
+        """Release the connection before the sink is called, which may need one at once."""
         self.sink = None
         self._give_back(more=more)
         sink.body(raw, parts, True)
 
     def _give_back(self, *, more: bool) -> None:
-        """The exchange is complete; ``more``: there are bytes that nobody asked for."""
+        """Release the connection; ``more``: bytes follow the response, so it cannot be reused."""
         transport = self.transport
         if (
             self._keep
@@ -221,7 +221,7 @@ class UpstreamConnection(asyncio.Protocol):
 
 @dataclass(slots=True)
 class Response:
-    """Answer to one of the router's own questions."""
+    """Response to :meth:`Pool.fetch`."""
 
     status: int
     headers: dict[bytes, bytes]
@@ -229,14 +229,14 @@ class Response:
 
 
 class FetchError(OSError):
-    """One of the router's own questions was not answered."""
+    """:meth:`Pool.fetch` got no response."""
 
     def __init__(self, why: str, *, connecting: bool = False, late: bool = False) -> None:
         super().__init__(why)
         self.connecting = connecting
-        """Nobody listens there."""
+        """Whether no connection could be made."""
         self.late = late
-        """There was no answer in time."""
+        """Whether the response did not come in time."""
 
 
 def failure_kind(why: str, *, connecting: bool) -> str:
@@ -365,7 +365,7 @@ class _Fetch(Call):
 
 
 class Pool:
-    """All connections to one backend."""
+    """All connections to one server."""
 
     def __init__(
         self,
@@ -403,11 +403,11 @@ class Pool:
 
     @property
     def open(self) -> int:
-        """Connections there are, idle ones included."""
+        """Open connections, idle ones included."""
         return len(self._open)
 
     def request_head(self, request: RequestHead, body_bytes: int, request_id: bytes) -> bytes:
-        """Build the head that goes to this backend."""
+        """Build the head for a client's request that is passed on to this server."""
         return upstream_head(
             request, self._host, self._prefix, body_bytes, request_id, self._authorization
         )
@@ -419,9 +419,9 @@ class Pool:
         )  # fmt: skip
 
     def acquire(self, sink: Sink, *, fresh: bool = False) -> UpstreamConnection | None:
-        """Return an idle connection, or None: the sink's ``connected`` or ``failed`` is called.
+        """Return an idle connection, or None and call ``connected`` or ``failed`` later.
 
-        ``fresh``: a new one in any case.
+        ``fresh``: always make a new one.
         """
         now = time.monotonic()
         while self._idle and not fresh:
@@ -436,7 +436,7 @@ class Pool:
         return None
 
     def release(self, connection: UpstreamConnection) -> None:
-        """Take back a connection whose exchange is complete."""
+        """Keep a connection whose response is complete."""
         if self._closed or len(self._idle) >= self._max_idle:
             connection._close()
             return
@@ -444,7 +444,7 @@ class Pool:
         self._idle.append(connection)
 
     def lost(self, connection: UpstreamConnection) -> None:
-        """Forget a connection that has ended."""
+        """Remove a connection that has ended."""
         self._open.discard(connection)
         if connection.sink is None and connection in self._idle:
             self._idle.remove(connection)
@@ -457,7 +457,7 @@ class Pool:
             connection._close()
 
     def close(self) -> None:
-        """Close idle connections now, and the others when their exchanges end."""
+        """Close idle connections now, and the others when their responses end."""
         self._closed = True
         for connection in self._idle:
             connection._close()
@@ -479,7 +479,7 @@ class Pool:
         body: bytes = b"",
         timeout_s: float = 5.0,
     ) -> Response:
-        """Ask the backend something on the router's own behalf; raise ``FetchError``."""
+        """Send a request of this process and await its response; raise ``FetchError``."""
         request = RequestHead()
         request.method, request.target = method.encode(), path.encode()
         given = self._headers | (headers or {})

@@ -1,9 +1,10 @@
-"""Where the body of a message ends, and what of it is content.
+"""Body framing: where the body of a message ends, and its content.
 
-Nothing that a client puts into a body can be taken for a second request, and an answer's bytes can
-be passed on as they came, because the exact end is known.
+Because the exact end is known, nothing in a body can be taken for a second request, and the bytes
+of a response can be passed on as received.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 #: Longest line of a chunk's size with its extensions, and of all trailers together, in bytes.
@@ -19,7 +20,7 @@ class BrokenMessageError(Exception):
 
 
 class Framing(NamedTuple):
-    """How an answer says where its body ends."""
+    """How the end of a response body is marked."""
 
     kind: str
     """none, length, chunked or close."""
@@ -27,7 +28,7 @@ class Framing(NamedTuple):
 
 
 def chunk(data: bytes) -> bytes:
-    """Frame data as one chunk; nothing for nothing, which would end the body."""
+    """Frame data as one chunk; empty data gives nothing, as an empty chunk would end the body."""
     return b"%x\r\n%b\r\n" % (len(data), data) if data else b""
 
 
@@ -35,13 +36,13 @@ LAST_CHUNK = b"0\r\n\r\n"
 
 
 class ChunkedReader:
-    """Follows a chunked body through pieces that may be cut anywhere."""
+    """Reads a chunked body from pieces that may be cut anywhere."""
 
     __slots__ = ("_rest", "_trailer_bytes", "_where", "border", "done", "left")
 
     def __init__(self) -> None:
         self.left = 0
-        """Bytes that the present chunk still lacks."""
+        """Bytes of the current chunk still to come."""
         self.done = False
         self.border = 0
         """Bytes of the last piece up to the end of its last complete chunk; 0: none ended in it."""
@@ -51,7 +52,7 @@ class ChunkedReader:
 
     @property
     def between_chunks(self) -> bool:
-        """Whether nothing of a chunk that is not complete has been read."""
+        """Whether no chunk has been read in part."""
         return self._where == 0 and not self._rest
 
     def feed(self, data: bytes, start: int = 0) -> tuple[int, list[bytes]]:
@@ -63,7 +64,7 @@ class ChunkedReader:
         shift = 0
         first = start
         if self._rest:
-            # A line was cut: put it together again, and count positions from the piece's start.
+            # A line was cut: join its parts, and count positions from the start of the piece.
             shift = len(self._rest) - start
             data, start, self._rest = self._rest + data[start:], 0, b""
         pos, size, self.border = start, len(data), 0
@@ -94,6 +95,13 @@ class ChunkedReader:
             if where == 0:
                 left = chunk_size(data[pos:end])
                 where = 1 if left else 3
+                behind = end + 2 + left
+                if left and data.startswith(b"\r\n", behind):  # all of the chunk is here
+                    parts.append(data[end + 2 : behind])
+                    pos = behind + 2
+                    self.border = pos - shift - first
+                    where = left = 0
+                    continue
             else:
                 self._trailer_bytes += end - pos
                 if self._trailer_bytes > MAX_TRAILER_BYTES:
@@ -111,8 +119,9 @@ class ChunkedReader:
         return pos - shift, parts
 
 
+@lru_cache(maxsize=1024)  # the events of a stream have few different sizes
 def chunk_size(line: bytes) -> int:
-    """Read the line before a chunk: hexadecimal digits, then perhaps extensions."""
+    """Read the size line of a chunk: hexadecimal digits, perhaps followed by extensions."""
     digits, semicolon, extension = line.partition(b";")
     if not digits or len(digits) > 8 or not _HEX.issuperset(digits) or len(line) > MAX_CHUNK_LINE:
         raise BrokenMessageError("a chunk's size is no number")
@@ -122,7 +131,7 @@ def chunk_size(line: bytes) -> int:
 
 
 def is_token(text: bytes) -> bool:
-    """Whether this may be the name of a header."""
+    """Whether a text is a valid header name."""
     return bool(text) and _TOKEN_BYTES.issuperset(text)
 
 
@@ -133,7 +142,7 @@ def _check_trailer(line: bytes) -> None:
 
 
 class LengthReader:
-    """Follows a body of known length."""
+    """Reads a body of known length."""
 
     __slots__ = ("done", "left")
 
@@ -155,7 +164,7 @@ class LengthReader:
 
 
 class CloseReader:
-    """Follows a body that ends with the connection."""
+    """Reads a body that ends with the connection."""
 
     __slots__ = ("done",)
 
@@ -171,7 +180,7 @@ BodyReader = ChunkedReader | LengthReader | CloseReader
 
 
 def reader_for(framing: Framing) -> BodyReader:
-    """Return the reader of an answer's body."""
+    """Return a reader for a response body."""
     if framing.kind == "chunked":
         return ChunkedReader()
     if framing.kind == "close":

@@ -1,9 +1,9 @@
-"""Heads that were read before: most heads of one client, or of one server, differ in nothing.
+"""Caches of parsed heads: most heads of one client, or of one server, are identical.
 
-Reading a head strictly costs more than all else that HTTP needs. Two heads that are the same byte
-for byte but for the digits of Content-Length are read alike, so the first is read and the others
-are looked up. What varies in every request, such as an id of the client's, makes a head a new one;
-then nothing is lost but the search.
+Parsing a head strictly costs more than everything else in HTTP. Two heads that are equal but for
+the digits of Content-Length have the same meaning, so only the first is parsed and the others are
+looked up. A header that varies with every request, such as a request id, makes each head a new
+one; the cost is then a failed look-up.
 """
 
 from typing import Generic, TypeVar
@@ -18,9 +18,9 @@ from tailrace.net.heads import (
     parse_response,
 )
 
-#: Heads that are remembered; when there are more, all are forgotten.
+#: Cached heads; when there are more, the cache is cleared.
 MOST = 512
-#: Longer heads are not remembered, in bytes.
+#: Longer heads are not cached, in bytes.
 LONGEST = 4096
 _LINES = (b"\r\ncontent-length: ", b"\r\nContent-Length: ")
 _LINE_BYTES = len(_LINES[0])
@@ -30,10 +30,10 @@ Head = TypeVar("Head", RequestHead, ResponseHead)
 
 
 class _Known(dict[tuple[bytes, bytes], Head], Generic[Head]):
-    """Heads by what stands before and after the digits of Content-Length."""
+    """Heads by the bytes before and after the digits of Content-Length."""
 
     def keep(self, before: bytes, after: bytes, head: Head) -> None:
-        """Remember a head that was read."""
+        """Store a parsed head."""
         if len(before) + len(after) <= LONGEST:
             if len(self) >= MOST:
                 self.clear()
@@ -41,17 +41,17 @@ class _Known(dict[tuple[bytes, bytes], Head], Generic[Head]):
 
 
 class RequestHeadCache:
-    """Reads heads of requests. Those it returns are shared: nobody may change them."""
+    """Parses request heads. The heads it returns are shared and must not be changed."""
 
     def __init__(self) -> None:
         self._known: _Known[RequestHead] = _Known()
         self.last: tuple[bytes, bytes, RequestHead] | None = None
-        """What stood before and after the length in the head read last, and that head, if any
-        other length there would make no difference; for :func:`length_in`."""
+        """The bytes before and after the length in the last head, and that head, for
+        :func:`length_in`; None if another length there would change its meaning."""
 
     def read(self, data: bytes) -> tuple[RequestHead, int]:
-        """Read a head with its empty line; return it and the length of its body in bytes, which
-        means nothing if it is chunked. Raise ``RefusedError`` if it is not safe."""
+        """Parse a head with its empty line; return it and the length of its body in bytes, which
+        has no meaning if it is chunked. Raise ``RefusedError`` if it is not safe."""
         before, digits, after = split(data)
         head = self._known.get((before, after))
         self.last = None
@@ -67,15 +67,15 @@ class RequestHeadCache:
 
 
 class ResponseHeadCache:
-    """Reads heads of answers. Those it returns are shared: nobody may change them."""
+    """Parses response heads. The heads it returns are shared and must not be changed."""
 
     def __init__(self) -> None:
         self._known: _Known[ResponseHead] = _Known()
         self.last: tuple[bytes, bytes, ResponseHead] | None = None
-        """As in :class:`RequestHeadCache`; the head is of some length."""
+        """As in :class:`RequestHeadCache`; the head may have a different length."""
 
     def read(self, data: bytes, method: bytes) -> ResponseHead:
-        """Read the head of an answer to ``method``; raise ``BrokenMessageError`` if it is odd."""
+        """Parse the head of a response to ``method``; raise ``BrokenMessageError`` if malformed."""
         self.last = None
         if method == b"HEAD":
             return parse_response(data, method)
@@ -97,9 +97,9 @@ class ResponseHeadCache:
 
 
 def length_in(data: bytes, before: bytes, after: bytes) -> tuple[int, int]:
-    """Return where the head at the start of ``data`` ends, and the length it tells.
+    """Return the end of the head at the start of ``data``, and its Content-Length.
 
-    The end is 0 if the head is none that has these bytes before and after its length.
+    The end is 0 if the head does not have these bytes before and after its length.
     """
     start = len(before)
     if data.startswith(before):
@@ -111,7 +111,7 @@ def length_in(data: bytes, before: bytes, after: bytes) -> tuple[int, int]:
 
 
 def split(head: bytes) -> tuple[bytes, bytes | None, bytes]:
-    """Split a head at the value of its Content-Length; without one all stands before it."""
+    """Split a head at the value of its Content-Length; without one, all of it is the first part."""
     for line in _LINES:
         at = head.find(line)
         if at >= 0:
@@ -122,7 +122,7 @@ def split(head: bytes) -> tuple[bytes, bytes | None, bytes]:
 
 
 def _is_length(head: RequestHead | ResponseHead, digits: bytes | None) -> bool:
-    """Whether what was split off is what the parser took for the length of the body."""
+    """Whether the value that was split off is the one the parser took for the body length."""
     if isinstance(head, ResponseHead) and digits is not None and head.framing.kind != "length":
-        return False  # a 304 says how long something else is
+        return False  # in a 304 it is the length of another response
     return head.lower.get(b"content-length") == digits

@@ -1,7 +1,7 @@
 """Heads of HTTP/1.1 messages: strict reading, hop-by-hop headers, refusals, building.
 
-httptools reads heads. Where a body ends is decided in ``framing.py`` and nowhere else: a head goes
-to the parser alone, and the bytes behind it are measured there.
+httptools parses heads. Where a body ends is decided in ``framing.py`` only: the parser gets the
+head alone, and the bytes after it are framed there.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from tailrace.net.framing import BrokenMessageError, Framing
 
 Header = tuple[bytes, bytes]
 
-#: Meant for one connection, not for the message (RFC 9110 7.6.1), in lower case.
+#: Headers of the connection, not of the message (RFC 9110 7.6.1), in lower case.
 HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
      b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings")
@@ -33,7 +33,7 @@ REASONS = {
 
 
 class RefusedError(Exception):
-    """A request we do not accept: the status to answer with, and why, in a sentence."""
+    """A request that is not accepted: the status to respond with, and the reason."""
 
     def __init__(self, status: int, why: str) -> None:
         super().__init__(why)
@@ -57,17 +57,17 @@ class RequestHead:
         self.http10 = False
         self.keep_alive = True
         self.length = 0
-        """Bytes of the body; of no meaning if chunked."""
+        """Bytes of the body; no meaning if chunked."""
         self.chunked = False
         self.expects_continue = False
         self.path = b""
         """Target without its query."""
         self.sized = False
-        """Whether the client gave the body's length or sent it in chunks."""
+        """Whether the client declared a body, by a length or as chunked."""
         self._passed: dict[bool, bytes] = {}
 
     def passed(self, *, authorization: bool) -> bytes:
-        """Return the header lines that a backend gets, each with CRLF before it."""
+        """Return the header lines to pass on to a backend, each with CRLF before it."""
         lines = self._passed.get(authorization)
         if lines is None:
             lines = self._passed[authorization] = _passed_lines(self, authorization)
@@ -79,7 +79,7 @@ class RequestHead:
         self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; the same framing header twice is refused."""
+        """Keep a header; refuse a repeated framing header."""
         lower = name.lower()
         if lower in self.lower:
             if lower in (b"content-length", b"transfer-encoding", b"host"):
@@ -90,13 +90,13 @@ class RequestHead:
 
 
 def parse_request(head: bytes) -> RequestHead:
-    """Read a request head with its empty line; raise ``RefusedError`` if it is not safe."""
+    """Parse a request head with its empty line; raise ``RefusedError`` if it is not safe."""
     request = RequestHead()
     parser = httptools.HttpRequestParser(request)
     try:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
-        pass  # we stay with HTTP/1.1; what follows the head is measured by us in any case
+        pass  # upgrades are ignored; what follows the head is framed by us in any case
     except httptools.HttpParserCallbackError as error:
         if isinstance(error.__context__, RefusedError):
             raise error.__context__ from None
@@ -146,7 +146,7 @@ def parse_request(head: bytes) -> RequestHead:
 
 
 def _check_target(request: RequestHead) -> None:
-    """Accept a path, reduce an absolute address to its path, refuse all else."""
+    """Accept a path, reduce an absolute URL to its path, refuse everything else."""
     target = request.target
     if request.method == b"CONNECT":
         raise RefusedError(405, "this is no tunnel: CONNECT is not served")
@@ -154,7 +154,7 @@ def _check_target(request: RequestHead) -> None:
         return
     scheme, found, rest = target.partition(b"://")
     if found and scheme.lower() in (b"http", b"https"):
-        # The authority is the client's idea; where a request goes is ours to say.
+        # The client does not choose where a request goes, so its authority is dropped.
         slash = rest.find(b"/")
         request.target = rest[slash:] if slash >= 0 else b"/"
         return
@@ -172,7 +172,7 @@ def content_length(value: bytes) -> int:
 
 
 def connection_tokens(headers: Iterable[Header]) -> set[bytes]:
-    """Return what all Connection headers list, in lower case."""
+    """Return the tokens of all Connection headers, in lower case."""
     tokens: set[bytes] = set()
     for name, value in headers:
         if len(name) == 10 and name.lower() == b"connection":
@@ -182,7 +182,7 @@ def connection_tokens(headers: Iterable[Header]) -> set[bytes]:
 
 
 def is_request_id(value: bytes) -> bool:
-    """Whether a client's request id is one we pass on and log: short, printable, no blanks."""
+    """Whether a client's request id may be passed on and logged: short, printable, no blanks."""
     return 0 < len(value) <= 128 and all(33 <= c <= 126 for c in value)
 
 
@@ -212,7 +212,7 @@ def _passed_lines(request: RequestHead, authorization: bool) -> bytes:
     dropped = HOP_BY_HOP | _OURS
     if b"connection" in request.lower:
         named = connection_tokens(request.headers)
-        # What is needed end to end cannot be taken out by naming it in Connection.
+        # End-to-end headers cannot be removed by naming them in Connection.
         dropped = dropped | (named - {b"authorization", b"content-type", b"accept"})
     if not authorization:
         dropped = dropped | {b"authorization"}
@@ -224,7 +224,7 @@ def _passed_lines(request: RequestHead, authorization: bool) -> bytes:
 
 
 class ResponseHead:
-    """Head of a backend's answer."""
+    """Head of a response."""
 
     __slots__ = ("_passed", "content_type", "framing", "headers", "http10", "keep_alive", "lower",
                  "reason", "status")  # fmt: skip
@@ -241,7 +241,7 @@ class ResponseHead:
         self._passed: bytes | None = None
 
     def of_length(self, length: int) -> "ResponseHead":
-        """Return the same head of an answer of another length."""
+        """Return the same head with another Content-Length."""
         other = ResponseHead.__new__(ResponseHead)
         other.status, other.reason = self.status, self.reason
         other.headers, other.lower = self.headers, self.lower
@@ -252,10 +252,10 @@ class ResponseHead:
         return other
 
     def passed(self) -> bytes:
-        """Return the start line and the lines the client gets, without Content-Length."""
+        """Return the start line and header lines to pass on, without Content-Length."""
         lines = self._passed
         if lines is None:
-            lines = self._passed = _passed_answer(self)
+            lines = self._passed = _passed_start(self)
         return lines
 
     # Called by httptools.
@@ -273,7 +273,7 @@ class ResponseHead:
 
 
 def parse_response(head: bytes, method: bytes) -> ResponseHead:
-    """Read the head of an answer to ``method``; raise ``BrokenMessageError`` if it is odd."""
+    """Parse the head of a response to ``method``; raise ``BrokenMessageError`` if malformed."""
     response = ResponseHead()
     parser = httptools.HttpResponseParser(response)
     try:
@@ -319,17 +319,17 @@ def client_head(
     http10: bool,
     extra: bytes,
 ) -> bytes:
-    """Build the head for the client; ``extra`` are whole header lines, each ended by CRLF.
+    """Build the head for the client; ``extra`` are header lines, each ended by CRLF.
 
     ``chunked``: the body that follows is framed in chunks.
     """
     out = response.passed()
     length = response.lower.get(b"content-length")
     if length is not None:
-        # A 304 or the answer to HEAD has no body but says how long it would be.
+        # A 304 or the response to HEAD has no body, but may give the length it would have.
         framing = response.framing
-        told = b"%d" % framing.length if framing.kind == "length" else length
-        out += b"content-length: %b\r\n" % told
+        value = b"%d" % framing.length if framing.kind == "length" else length
+        out += b"content-length: %b\r\n" % value
     if chunked:
         out += b"transfer-encoding: chunked\r\n"
     if not keep_alive:
@@ -339,7 +339,7 @@ def client_head(
     return b"%b%b\r\n" % (out, extra)
 
 
-def _passed_answer(response: ResponseHead) -> bytes:
+def _passed_start(response: ResponseHead) -> bytes:
     status = response.status
     dropped = HOP_BY_HOP | {b"x-request-id", b"content-length"}
     if b"connection" in response.lower:
@@ -362,7 +362,7 @@ def build_response(
     head_only: bool = False,
     extra: bytes = b"",
 ) -> bytes:
-    """Build a whole answer of our own; ``extra`` are header lines, each ended by CRLF."""
+    """Build a complete response; ``extra`` are header lines, each ended by CRLF."""
     connection = b""
     if not keep_alive:
         connection = b"connection: close\r\n"

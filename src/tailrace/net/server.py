@@ -1,8 +1,8 @@
-"""The client's side: reads requests from a connection one by one, and writes answers.
+"""Server side of HTTP: reads requests from a connection one by one, and writes responses.
 
-A connection has at most one request under way. What a client sends meanwhile waits in a small
-buffer, and then in the client. Time limits are checked by :meth:`ClientConnection.check`, which
-somebody calls a few times per second for all connections: that is cheaper than a timer each.
+A connection handles one request at a time. What a client sends meanwhile waits in a small buffer,
+and beyond that in the client. Time limits are checked by :meth:`ClientConnection.check`, which the
+service calls a few times per second for all connections: that is cheaper than a timer for each.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from tailrace.net.head_cache import RequestHeadCache, length_in
 from tailrace.net.heads import RefusedError, RequestHead, build_response
 from tailrace.net.limits import ConnectionLimits
 
-#: What a client may send ahead of its answers, in bytes.
+#: What a client may send ahead of the responses, in bytes.
 AHEAD_BYTES = 65_536
-#: How long a refused client's further bytes are thrown away, so that it can read why, in s.
+#: How long a refused client's further bytes are discarded, so that it can read the response, in s.
 LINGER_S = 2.0
 
 _log = logging.getLogger("tailrace.router")
 
 
 class HttpRequest:
-    """A request that has arrived completely."""
+    """A complete request."""
 
     __slots__ = ("body", "client", "head", "path")
 
@@ -44,20 +44,20 @@ class HttpRequest:
 
 
 class Work(Protocol):
-    """A request under way, as its connection sees it."""
+    """A request that is being handled, as its connection sees it."""
 
     def client_gone(self) -> None:
-        """Nobody waits for the answer any more."""
+        """Stop: the client has disconnected."""
 
     def client_slow(self) -> None:
         """Stop writing until ``client_ready``."""
 
     def client_ready(self) -> None:
-        """Go on writing."""
+        """Resume writing."""
 
 
 class Service(Protocol):
-    """What a listener needs from whoever answers."""
+    """Handles the requests of a listener's connections."""
 
     heads: RequestHeadCache
     now: float
@@ -68,13 +68,13 @@ class Service(Protocol):
         """Limits of each connection; they may change between two requests."""
 
     def opened(self, client: "ClientConnection") -> bool:
-        """A client has connected; False: there are too many."""
+        """Register a connection; return False if there are too many."""
 
     def closed(self, client: "ClientConnection") -> None:
-        """A client's connection has ended."""
+        """Forget a connection that has ended."""
 
     def handle(self, request: HttpRequest) -> Work | None:
-        """Begin with a request; None: it is answered already."""
+        """Start handling a request; None: it has been responded to."""
 
     def refused(self, status: int, why: str) -> None:
         """Count a request that was not accepted."""
@@ -95,10 +95,10 @@ class ClientConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._work: Work | None = None
         self.busy = False
-        """Whether a request is under way."""
+        """Whether a request is being handled."""
         self._ahead = b""
         self._head: RequestHead | None = None
-        self._last: tuple[bytes, bytes, RequestHead] | None = None  # what it sent before
+        self._last: tuple[bytes, bytes, RequestHead] | None = None  # the head before, for the cache
         self._reader: BodyReader | None = None
         self._parts: list[bytes] = []
         self._body_bytes = 0
@@ -107,20 +107,20 @@ class ClientConnection(asyncio.Protocol):
         self._stalled_at = 0.0
         self._deadline = 0.0
 
-    # Called by whoever answers.
+    # Called by the service.
 
     @property
     def gone(self) -> bool:
-        """Whether nobody is there to write to."""
+        """Whether the client has disconnected."""
         return self._transport is None or self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Write a part of the answer."""
+        """Write a part of the response."""
         if self._transport is not None:
             self._transport.write(data)
 
     def end(self, *, keep: bool) -> None:
-        """The answer is complete; take the next request, or close."""
+        """End the response; then take the next request, or close."""
         self.busy = False
         self._work = None
         if self._transport is None:
@@ -136,7 +136,7 @@ class ClientConnection(asyncio.Protocol):
             self._read(data)
 
     def abort(self) -> None:
-        """Cut the connection: the client shall see that its answer is not complete."""
+        """Reset the connection, so that the client sees that its response is incomplete."""
         self.busy = False
         self._work = None
         self._ahead = b""
@@ -144,14 +144,14 @@ class ClientConnection(asyncio.Protocol):
             self._transport.abort()
 
     def give_up(self) -> None:
-        """Break off what is under way and cut the connection."""
+        """Stop the current request and reset the connection."""
         work = self._work
         self.abort()
         if work is not None:
             work.client_gone()
 
     def shutdown(self) -> None:
-        """Close as soon as no request is under way."""
+        """Close once no request is being handled."""
         self._closing = True
         if not self.busy and self._transport is not None:
             self._transport.close()
@@ -163,7 +163,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """Whether the request under way is the last one here."""
+        """Whether the current request is the last one of this connection."""
         return self._closing
 
     def check(self, now: float) -> None:
@@ -191,7 +191,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = self._service.now + self._service.limits.header_s
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Break off what is under way."""
+        """Stop the current request."""
         del exc
         self._transport = None
         self._service.closed(self)
@@ -224,7 +224,7 @@ class ClientConnection(asyncio.Protocol):
             self._work.client_ready()
 
     def _read(self, data: bytes) -> None:
-        """Take as many requests from the data as can be begun."""
+        """Read requests from the data until one has to wait."""
         self._reading = True
         try:
             while data and not self.busy and not self._closing:
@@ -249,11 +249,11 @@ class ClientConnection(asyncio.Protocol):
             self._ahead = data
 
     def _read_head(self, data: bytes) -> bytes:
-        """Read a head; return what is behind it, or nothing if it is not complete."""
+        """Read a head; return what follows it, or nothing if it is incomplete."""
         limits = self._service.limits
         before = len(self._ahead)
         if self._last is not None and not before:
-            # Most heads of a client are the one it sent before.
+            # Most heads of a client equal the one before.
             end, length = length_in(data, self._last[0], self._last[1])
             if 0 < end <= limits.header_bytes:
                 return self._begin(self._last[2], length, data, end)
@@ -262,7 +262,7 @@ class ClientConnection(asyncio.Protocol):
         else:
             self._deadline = self._service.now + limits.header_s
         while data.startswith(b"\r\n"):
-            data = data[2:]  # some clients end a body with an empty line too many
+            data = data[2:]  # some clients add an empty line after a body
             before = 0
         end = data.find(b"\r\n\r\n", max(0, before - 3)) + 4
         if end < 4:
@@ -282,12 +282,14 @@ class ClientConnection(asyncio.Protocol):
         return self._begin(head, length, data, end)
 
     def _begin(self, head: RequestHead, length: int, data: bytes, end: int) -> bytes:
-        """A head is there, and ``data`` from ``end`` on; return what is behind the request if it
-        is there as well, else what there is of its body."""
+        """Start with a head; ``data`` from ``end`` on follows it.
+
+        Return what follows the request if its body is complete, else the part of the body received.
+        """
         limits = self._service.limits
         rest = data[end:] if end < len(data) else b""
         if not head.chunked and len(rest) >= length <= limits.body_bytes:
-            # All of it is here already, as it mostly is.
+            # The usual case: the whole body came with the head.
             if len(rest) == length:
                 self._dispatch(head, rest)
                 return b""
@@ -312,7 +314,7 @@ class ClientConnection(asyncio.Protocol):
         self._deadline = self._service.now + limits.body_s
 
     def _complete(self) -> None:
-        """The last piece of a request has come."""
+        """Dispatch a request whose body came in several pieces."""
         head, parts = self._head, self._parts
         assert head is not None
         self._head = self._reader = None
@@ -321,7 +323,7 @@ class ClientConnection(asyncio.Protocol):
         self._dispatch(head, parts[0] if len(parts) == 1 else b"".join(parts))
 
     def _dispatch(self, head: RequestHead, body: bytes) -> None:
-        """Hand a request over."""
+        """Pass a request to the service."""
         self.busy = True
         try:
             work = self._service.handle(HttpRequest(head, body, self))
@@ -342,7 +344,7 @@ class ClientConnection(asyncio.Protocol):
         extra: bytes = b"",
         keep: bool = True,
     ) -> None:
-        """Write a whole answer of our own to the request under way, and end it."""
+        """Write a complete response to the current request, and end it."""
         keep = keep and head.keep_alive and not self._closing
         self.write(
             build_response(
@@ -358,11 +360,11 @@ class ClientConnection(asyncio.Protocol):
         self.end(keep=keep)
 
     def error_body(self, status: int, why: str) -> bytes:
-        """Build the body of an error that is found here."""
+        """Build the body of an error response of this connection."""
         return error_body(status, why)
 
     def _refuse(self, status: int, why: str, extra: bytes = b"") -> None:
-        """Say why, and read no more: where this request ends is not known."""
+        """Respond with an error and read no more: the end of this request is unknown."""
         self._service.refused(status, why)
         self._closing = True
         self._ahead = b""
@@ -373,7 +375,7 @@ class ClientConnection(asyncio.Protocol):
             return
         body = self.error_body(status, why)
         transport.write(build_response(status, body, keep_alive=False, extra=extra))
-        # Closing now, with bytes unread, would make the kernel throw the answer away.
+        # Closing now, with bytes unread, would make the kernel discard the response.
         if transport.can_write_eof():
             transport.write_eof()
         self._deadline = self._service.now + LINGER_S
@@ -386,7 +388,7 @@ _KINDS = {
 
 
 def error_body(status: int, message: str, code: str | None = None) -> bytes:
-    """Build an error in OpenAI's form."""
+    """Build an error body in OpenAI's form."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return orjson.dumps(
         {"error": {"message": message, "type": kind, "param": None, "code": code or str(status)}}

@@ -35,7 +35,7 @@ class StreamedResponse:
 
     @property
     def tokens(self) -> int:
-        """Output tokens: the server's own count, else that of events."""
+        """Output tokens: the server's own count, else the number of events."""
         return self.events if self.output_tokens is None else self.output_tokens
 
     @property
@@ -44,7 +44,7 @@ class StreamedResponse:
         return "".join(self._texts or ())
 
     def failure(self) -> str | None:
-        """Say what kind of failure a complete response is; None: it is none."""
+        """Return the kind of failure that a complete response is, or None."""
         if self.code != 200:
             return f"HTTP {self.code}"
         if self.error:
@@ -54,7 +54,7 @@ class StreamedResponse:
         return None
 
     def feed(self, data: bytes) -> None:
-        """Take in a part of the body."""
+        """Read a part of the body."""
         if self.code != 200:
             return
         if self._rest:
@@ -98,7 +98,7 @@ class StreamedResponse:
         if isinstance(delta, dict):
             text = delta.get("content")
             if "role" in delta and not text:
-                return  # an announcement, no token
+                return  # announces the role, holds no token
         if self._texts is not None and isinstance(text, str):
             self._texts.append(text)
         self._token()

@@ -321,8 +321,8 @@ class Call:
     def body(self, raw: bytes, parts: list[bytes], done: bool) -> None:
         """Report parts of the body, and its end."""
         del raw
-        for part in parts:
-            self.received(part)
+        if parts:
+            self.received(parts[0] if len(parts) == 1 else b"".join(parts))
         if done and not self.over:
             self.over = True
             self._connection = None

@@ -1,6 +1,6 @@
 """Speed of PPO: decisions collected and learnt from per second, beside Stable-Baselines3's PPO.
 
-    python benchmarks/bench_train.py [--json] [--quick | --one-core]
+    python benchmarks/bench_train.py [--json] [--quick | --one-core | --passes]
 
 Both play the same environment (4 replicas with prefix caches, chat at 80 % load) with the same
 network, number of clusters, decisions per update, epochs, minibatch, loss weights and one thread,
@@ -31,6 +31,7 @@ from bench_sim import machine
 from tailrace.env.sb3 import RouterVecEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.learn.exploration import Now
+from tailrace.learn.improve import minibatch
 from tailrace.learn.improve.ppo import Learner, PpoSettings
 from tailrace.learn.improve.rollout import RolloutTask, collect
 from tailrace.parallel import WorkerPool
@@ -222,6 +223,35 @@ def compare(size: Size, turns: int) -> dict[str, Any]:
     }
 
 
+def passes(turns: int) -> dict[str, Any]:
+    """Updates with our network pass, with torch's own and with torch.compile's, in turns."""
+    torch.set_num_threads(1)
+    compiled: Any = torch.compile(lambda network, *given: network(*given), dynamic=False)
+    ways: dict[str, Any] = {
+        "fused": minibatch._single,
+        "torch": lambda network, *given: network(*given),
+        "torch.compile": compiled,
+    }
+    learners = {name: Tailrace(DEFAULT) for name in ways}
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(WARM_UPS + turns):
+        for name, learner in learners.items():
+            minibatch._single = ways[name]
+            took = seconds(learner.update, time.process_time)
+            if turn >= WARM_UPS:
+                taken[name].append(took)
+            else:
+                say(f"{name}: {took:.1f} CPU s while warming up")
+    fused = taken["fused"]
+    return {
+        name: {
+            "cpu_s_per_update": statistics.median(values),
+            "ratio_to_fused": statistics.median(b / a for a, b in zip(fused, values, strict=True)),
+        }
+        for name, values in taken.items()
+    }
+
+
 def best(turns: int) -> dict[str, Any]:
     """The better of two sizes for each on all cores, by the wall clock."""
     cores = os.cpu_count() or 1
@@ -248,7 +278,7 @@ def best(turns: int) -> dict[str, Any]:
     return found
 
 
-def measure(quick: bool, one_core: bool) -> dict[str, Any]:
+def measure(quick: bool, one_core: bool, only_passes: bool) -> dict[str, Any]:
     """Everything, as plain data."""
     turns = 5 if quick else 11
     report: dict[str, Any] = {
@@ -259,6 +289,8 @@ def measure(quick: bool, one_core: bool) -> dict[str, Any]:
         "threads": 1,
         "versions": {name: version(name) for name in ("torch", "stable-baselines3", "numba")},
     }
+    if only_passes:
+        return report | {"passes": passes(turns)}
     say("measuring the default settings …")
     report |= compare(DEFAULT, turns)
     if quick:
@@ -279,8 +311,11 @@ def main() -> None:
     parser.add_argument(
         "--one-core", action="store_true", help="leave out what needs an idle machine: the best"
     )
+    parser.add_argument(
+        "--passes", action="store_true", help="compare ways through the network only"
+    )
     arguments = parser.parse_args()
-    report = measure(arguments.quick, arguments.one_core)
+    report = measure(arguments.quick, arguments.one_core, arguments.passes)
     if arguments.json:
         print(json.dumps(report, indent=1))
         return

@@ -190,15 +190,21 @@ class Rig:
         self.direct = Contender("direct", ports[0], [process.pid])
         self.wait(ports[0], process, "backends")
 
-    def start_router(self, *options: str, policy: str = "tailrace", routers: int = 1) -> Contender:
+    def start_router(
+        self,
+        *options: str,
+        policy: str = "tailrace",
+        routers: int = 1,
+        program: Sequence[str] = ("-m", "tailrace.cli", "serve"),
+    ) -> Contender:
         """Start our router with everything on: metrics, telemetry and the decision log.
 
-        ``routers``: so many processes that share the port.
+        ``routers`` processes share the port. ``program`` is run instead of ``tailrace serve``.
         """
         port, admin = free_ports(2)
         name = "tailrace" if routers == 1 else f"tailrace x{routers}"
         command: list[str | Path] = [
-            sys.executable, "-m", "tailrace.cli", "serve", "--policy", policy,
+            sys.executable, *program, "--policy", policy,
             "--listen", f"{HOST}:{port}", "--admin", f"{HOST}:{admin}",
             "--processes", str(routers),
             "--set", f"decisions.folder={self.folder / 'decisions'}", *options,

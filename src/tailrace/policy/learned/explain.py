@@ -1,7 +1,7 @@
-"""Why a learned policy scores as it does: attention and gradients of one decision, as arrays.
+"""Explains one decision of a learned policy: attention weights and gradients, as arrays.
 
-Written out in NumPy in double precision, so it needs no torch and serves as the slow twin of the
-compiled forward pass.
+Written in NumPy, since `tailrace inspect` and reports run without torch, and in double precision,
+since finite differences need more digits than the compiled float32 pass has. Tests hold both to it.
 """
 
 from typing import NamedTuple
@@ -19,11 +19,11 @@ STEP = 1e-5
 class Explanation(NamedTuple):
     """One decision over ``n`` replicas."""
 
-    logits: Array  #: [n], -inf where unavailable, or not on the shortlist of a large cluster
+    logits: Array  #: [n], -inf where unavailable or not on the shortlist of a large cluster
     probabilities: Array  #: [n] softmax of the logits
-    attention: Array  #: [heads, n, n] how much a replica (row) looks at the others; rows sum to 1
-    replica_gradients: Array  #: [n, F] change of a replica's logit with its own features
-    request_gradients: Array  #: [n, G] change of its logit with those of request and cluster
+    attention: Array  #: [heads, n, n] weight that a replica (row) gives the others; rows sum to 1
+    replica_gradients: Array  #: [n, F] derivative of a replica's logit by its own features
+    request_gradients: Array  #: [n, G] derivative by the features of request and cluster
 
 
 def explain(
@@ -36,9 +36,9 @@ def explain(
 ) -> Explanation:
     """Explain a decision from observations [n, F] and [G], as ``observe`` fills them.
 
-    Logits count against their mean over the available replicas, since only differences decide.
-    Gradients are per standard deviation of the feature in training. ``prior`` [n] are the
-    standardised scores of the network's rule, ``memory`` [M] its state before the decision.
+    Gradients are of logits relative to their mean over the available replicas, since only
+    differences decide, and per standard deviation of the feature in training. ``prior`` [n] holds
+    the standardised scores of the network's rule, ``memory`` [M] its state before the decision.
     """
     config, tensors = policy.config, policy.tensors
     available = looked_at(config, tensors, replica_obs, available)
@@ -48,7 +48,7 @@ def explain(
     offset = np.zeros(n) if prior is None else config.prior_weight * np.asarray(prior, float)
     state = np.zeros(config.memory) if memory is None else np.asarray(memory, float)
 
-    def standing(xs: Array, gs: Array) -> Array:
+    def relative(xs: Array, gs: Array) -> Array:
         logits = _forward(config, tensors, xs, gs, available, state)[0]
         return np.asarray(logits - logits[:, available].mean(axis=1, keepdims=True))
 
@@ -62,10 +62,10 @@ def explain(
         up[:, i] += steps
         down[:, i] -= steps
         gs = np.repeat(g[None], features, axis=0)
-        replica_gradients[i] = (standing(up, gs) - standing(down, gs))[:, i] / (2 * STEP)
+        replica_gradients[i] = (relative(up, gs) - relative(down, gs))[:, i] / (2 * STEP)
     xs = np.repeat(x[None], g.size, axis=0)
     steps = STEP * np.eye(g.size)
-    request_gradients = (standing(xs, g + steps) - standing(xs, g - steps)).T / (2 * STEP)
+    request_gradients = (relative(xs, g + steps) - relative(xs, g - steps)).T / (2 * STEP)
     request_gradients[~available] = 0
     return Explanation(
         shown, weights / weights.sum(), attention[0], replica_gradients, request_gradients
@@ -97,7 +97,7 @@ def _forward(
     available: NDArray[np.bool_],
     memory: Array,
 ) -> tuple[Array, Array]:
-    """Logits [B, n] without prior, and attention [B, heads, n, n], of normalised observations."""
+    """Return logits [B, n] without prior and attention [B, heads, n, n], of normalised inputs."""
     batch, n, _ = x.shape
     both = np.concatenate([x, np.repeat(g[:, None], n, axis=1)], axis=-1)
     h = _linear(tensors, "actor.input", both)
@@ -124,7 +124,7 @@ def _forward(
 
 
 def _gru(tensors: Tensors, pooled: Array, memory: Array) -> Array:
-    """The next memory [B, M]."""
+    """Return the next memory [B, M]."""
     given = pooled @ _of(tensors, "gru.weight_ih").T + _of(tensors, "gru.bias_ih")
     kept = memory @ _of(tensors, "gru.weight_hh").T + _of(tensors, "gru.bias_hh")
     (reset, update, new), (reset_m, update_m, new_m) = (

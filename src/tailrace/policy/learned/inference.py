@@ -1,9 +1,9 @@
 """Forward pass of a learned policy in compiled code, without torch.
 
-All numbers lie in one array of float32, the vector of
-:func:`~tailrace.policy.learned.architecture.pack` seen as such; the functions below take offsets
-into it, as the header gives them. Replicas are computed TILE_ROWS at a time (see
-policy/learned/tiles.py), the last ones with spare rows that no replica looks at.
+Weights and working memory lie in one array: the vector of
+:func:`~tailrace.policy.learned.architecture.pack` viewed as float32. The functions below take
+offsets into it, which its header holds. Replicas are computed TILE_ROWS at a time (see
+policy/learned/tiles.py); the last tile is padded with rows that attention masks out.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def _tanh(x):
 def _exp(x):
     """Exponential of a number that is not positive, within 4e-7: (1 + tanh x/2) / (1 - tanh x/2).
 
-    Unlike the library's it vectorises.
+    Unlike the library's, it vectorises.
     """
     over, under = _tanh_quotient(HALF * x)
     return (under + over) / (under - over)
@@ -108,7 +108,7 @@ def _at(params, part):
 
 @vectorised
 def _rows_of(f, start, n, size, bias):
-    """Begin a layer: each of ``n`` rows at ``start`` becomes the bias."""
+    """Begin a layer: set each of ``n`` rows at ``start`` to the bias."""
     for i in range(n):
         _copy(f, bias, size, start + i * size)
 
@@ -122,7 +122,7 @@ def _clear(f, start, size):
 
 @vectorised
 def _encode(params, f, n):
-    """Embed each replica by itself: X and G to H."""
+    """Embed each replica on its own: X and G to H."""
     hidden = _at(params, a.HIDDEN)
     features = _at(params, a.FEATURES)
     shared, first, h = _at(params, a.SHARED), _at(params, a.FIRST), _at(params, a.H)
@@ -140,12 +140,12 @@ def _encode(params, f, n):
 
 @vectorised
 def _attend(params, f, n):
-    """Let every replica look at the available ones, and add the result to H."""
+    """Add to H the attention of every replica over the available ones."""
     hidden, width = _at(params, a.HIDDEN), _at(params, a.ATTENTION)
     h, projected, mixed = _at(params, a.H), _at(params, a.PROJECTED), _at(params, a.MIXED)
     keys, weights = _at(params, a.KEYS), _at(params, a.WEIGHTS)
     stride = 3 * width
-    columns = -(-n // NARROW) * NARROW  # whole tiles; nobody looks at what is beyond the replicas
+    columns = -(-n // NARROW) * NARROW  # whole tiles; what is beyond the replicas is not read
     _clear(f, projected, n * stride)
     _clear(f, mixed, n * width)
     _multiply(f, h, n, hidden, _at(params, a.PROJECTION_WEIGHT), stride, projected)
@@ -169,7 +169,7 @@ def _attend(params, f, n):
 
 @vectorised_finite
 def _largest(values, mask):
-    """Largest of the values [n] whose mask is set; a very small number without any."""
+    """Largest of the values [n] whose mask is set; LEAST if none is."""
     most = LEAST
     for j in range(values.size):
         value = values[j] if mask[j] > 0 else LEAST
@@ -179,7 +179,7 @@ def _largest(values, mask):
 
 @vectorised
 def _softmax(params, f, n, columns):
-    """Softmax of each row of WEIGHTS over the available replicas; all zero if there is none."""
+    """Softmax of each row of WEIGHTS over the available replicas; zeros if there is none."""
     start, mask = _at(params, a.WEIGHTS), _at(params, a.MASK)
     available = f[mask : mask + n]
     for row in range(start, start + TILE_ROWS * columns, columns):
@@ -201,14 +201,14 @@ def _softmax(params, f, n, columns):
 
 @vectorised
 def _exp_all(values):
-    """Replace each by its exponential; what is positive counts as 0."""
+    """Replace each value by its exponential; a positive one is taken as 0."""
     for i in range(values.size):
         values[i] = _exp(min(values[i], f32(0)))
 
 
 @vectorised
 def _remember(params, f, n):
-    """Move the memory on by the mean embedding of the available replicas (a GRU)."""
+    """Advance the memory by a GRU step on the mean embedding of the available replicas."""
     hidden, memory = _at(params, a.HIDDEN), _at(params, a.MEMORY)
     h, mask, pooled = _at(params, a.H), _at(params, a.MASK), _at(params, a.SHARED)
     _clear(f, pooled, hidden)
@@ -236,7 +236,7 @@ def _remember(params, f, n):
 
 @vectorised
 def _score(params, f, n):
-    """One logit per replica, with the prior's share: H to LOGITS."""
+    """One logit per replica, the prior included: H to LOGITS."""
     units, memory = _at(params, a.SCORER), _at(params, a.MEMORY)
     shared, s, logits = _at(params, a.SHARED), _at(params, a.S), _at(params, a.LOGITS)
     _copy(f, _at(params, a.SCORER_BIAS), units, shared)
@@ -261,7 +261,7 @@ def _score(params, f, n):
 def run(params, f, n):
     """From X, G, MASK and PRIOR of ``n`` replicas to LOGITS; ``f`` is ``params`` as float32."""
     rows = -(-n // TILE_ROWS) * TILE_ROWS
-    for i in range(n, rows):  # the spare rows take part in nothing
+    for i in range(n, rows):  # padding
         features = _at(params, a.FEATURES)
         _clear(f, _at(params, a.X) + i * features, features)
         f[_at(params, a.MASK) + i] = f32(0)
@@ -275,9 +275,10 @@ def run(params, f, n):
 
 @vectorised
 def run_listed(params, f, n):
-    """The same, but of many replicas only the most promising ones are looked at.
+    """Like :func:`run`, but of a large cluster only the shortlist goes through the network.
 
-    The others get logits below those, in the order of the sketch. X, MASK and PRIOR are lost.
+    The other replicas get lower logits, in the order of their sketch scores. Overwrites X, MASK
+    and PRIOR.
     """
     most = _at(params, a.SHORTLIST)
     if n <= most:
@@ -294,7 +295,7 @@ def run_listed(params, f, n):
         value = f[sketched + np.int64(f[listed + j])]
         least_logit = min(least_logit, f[logits + j]) if j else f[logits + j]
         least_sketched = min(least_sketched, value) if j else value
-    # From the last to the first: a replica never stands before its place on the list.
+    # From last to first: the index of a replica is never below its place on the list.
     j = count - 1
     for i in range(n - 1, -1, -1):
         if j >= 0 and np.int64(f[listed + j]) == i:
@@ -306,7 +307,7 @@ def run_listed(params, f, n):
 
 @vectorised
 def _sketch(params, f, n):
-    """What the sketch says of every replica; LEAST of those that are not available."""
+    """Score of every replica by the linear sketch; LEAST where it is not available."""
     x, features = _at(params, a.X), _at(params, a.FEATURES)
     weights = f[_at(params, a.SKETCH_WEIGHT) : _at(params, a.SKETCH_WEIGHT) + features]
     sketched, mask = _at(params, a.SKETCHED), _at(params, a.MASK)
@@ -320,13 +321,13 @@ def _sketch(params, f, n):
 
 @vectorised
 def _list(params, f, n, most):
-    """List the ``most`` most promising of the available replicas and move their rows to the front.
+    """Shortlist the ``most`` available replicas of highest sketch score.
 
-    Returns how many there are.
+    Moves their rows to the front and returns their number.
     """
     sketched, listed = _at(params, a.SKETCHED), _at(params, a.LISTED)
     count = 0
-    for i in range(n):  # into a list with the best first
+    for i in range(n):  # insertion into a list with the best first
         value = f[sketched + i]
         if value <= LEAST or (
             count == most and value <= f[sketched + np.int64(f[listed + most - 1])]
@@ -343,7 +344,7 @@ def _list(params, f, n, most):
         f[mask + np.int64(f[listed + j])] = chosen
     x, features, prior = _at(params, a.X), _at(params, a.FEATURES), _at(params, a.PRIOR)
     count = 0
-    for i in range(n):  # now in the order of the cluster
+    for i in range(n):  # back to the order of the cluster
         if f[mask + i] == chosen:
             f[listed + count] = f32(i)
             _copy(f, x + i * features, features, x + count * features)
@@ -355,7 +356,7 @@ def _list(params, f, n, most):
 
 @vectorised
 def forward(params, replica_obs, request_obs, available, prior, logits):
-    """Fill ``logits`` [n], -inf where ``available`` [n] is false; moves the memory on.
+    """Fill ``logits`` [n], -inf where ``available`` [n] is false, and advance the memory.
 
     ``replica_obs`` [n, features], ``request_obs`` [globals], ``prior`` [n] standardised scores.
     """

@@ -1,7 +1,7 @@
 """The trainable network of a learned policy (needs torch, extra ``train``).
 
-Every replica is encoded by the same weights, looks at the others through one attention block, and
-gets one logit; so the number and the order of replicas do not matter. Shapes: ``B`` states, ``n``
+Every replica is encoded by the same weights, attends to the others in one attention block, and gets
+one logit, so the number and order of replicas do not matter. Shapes: ``B`` states, ``n``
 replicas (rows beyond a smaller cluster are masked), ``F`` features per replica, ``G`` of the
 request and the cluster, ``M`` units of memory, ``T`` decisions in a row.
 """
@@ -42,7 +42,7 @@ class RunningNorm(nn.Module):
 
     @torch.no_grad()
     def update(self, values: Tensor) -> None:
-        """Take in values [k, size]; the merged moments are those of all values seen so far."""
+        """Merge values [k, size] into the moments of all values seen so far."""
         if values.shape[0] == 0:
             return
         var, mean = torch.var_mean(values.double(), dim=0, correction=0)
@@ -69,7 +69,7 @@ class RunningNorm(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding of every replica in the light of the others."""
+    """Embeds every replica, with attention to the others."""
 
     def __init__(self, inputs: int, config: NetworkConfig) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Trunk(nn.Module):
 
 
 class Head(nn.Module):
-    """One hidden layer and one number."""
+    """One hidden layer and one output."""
 
     def __init__(self, inputs: int, hidden: int, gain: float) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Head(nn.Module):
 class Network(nn.Module):
     """Logits of all replicas and the value of the state, from observations.
 
-    ``value_norm`` is for the caller: the value returned is that of normalised returns.
+    The value is that of normalised returns; callers convert it with ``value_norm``.
     """
 
     def __init__(self, config: NetworkConfig, features: int, globals_: int) -> None:
@@ -134,27 +134,27 @@ class Network(nn.Module):
         self.actor = Trunk(inputs, config)
         self.critic = Trunk(inputs, config) if config.decoupled_critic else None
         self.gru = nn.GRUCell(hidden, memory) if memory else None
-        # With a prior the residual is nothing at first: step 0 plays the rule.
+        # With a prior the residual starts at zero: an untrained network plays the rule.
         gain = 0.0 if config.prior else LOGIT_GAIN
         self.scorer = Head(hidden + memory, config.scorer_hidden, gain)
         self.value_head = Head(2 * hidden + memory, config.value_hidden, VALUE_GAIN)
         self._hide_ignored()
 
     def update_norms(self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor) -> None:
-        """Take observations [B, n, F], [B, G] into the normaliser; masked replicas are left out."""
+        """Update the normalisers with observations [B, n, F], [B, G], but for masked replicas."""
         self.replica_norm.update(replica_obs[mask])
         self.request_norm.update(request_obs)
         self._hide_ignored()
 
     def _hide_ignored(self) -> None:
-        """Give ignored features so large a deviation that nothing of them is left."""
+        """Give ignored features a variance so large that they normalise to nothing."""
         for name in self.config.ignore:
             k = FEATURE_NAMES.index(name)
             norm = self.replica_norm if k < self.features else self.request_norm
             norm.var[k if k < self.features else k - self.features] = HIDDEN_VARIANCE
 
     def first_memory(self, batch: int) -> Tensor:
-        """Memory [B, M] at the start of an episode."""
+        """Return the memory [B, M] at the start of an episode."""
         return torch.zeros(batch, self.config.memory)
 
     def forward(
@@ -163,7 +163,7 @@ class Network(nn.Module):
         """Return logits [B, n], -inf where ``mask`` [B, n] is false, and values [B].
 
         ``replica_obs`` [B, n, F], ``request_obs`` [B, G], ``prior`` [B, n] standardised scores of
-        the rule. A network with memory starts with an empty one; see :meth:`step`.
+        the rule. The memory, if any, starts empty; see :meth:`step`.
         """
         memory = self.first_memory(len(mask))
         logits, value, _ = self.step(replica_obs, request_obs, mask, memory, prior)
@@ -177,7 +177,7 @@ class Network(nn.Module):
         memory: Tensor,
         prior: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same from a memory [B, M]; returns logits, values and the next memory."""
+        """Like :meth:`forward`, from a memory [B, M]; return logits, values and the next memory."""
         h, pooled, h_value = self._embed(replica_obs, request_obs, mask)
         if self.gru is not None:
             memory = self.gru(pooled, memory)
@@ -192,10 +192,11 @@ class Network(nn.Module):
         starts: Tensor,
         prior: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same over T decisions in a row: observations [T, B, ...], first memory [B, M].
+        """Like :meth:`step`, over T decisions in a row, from observations [T, B, ...].
 
-        ``starts`` [T, B] is true where an episode begins: the memory is emptied before that
-        decision. Returns logits [T, B, n], values [T, B] and the memory after the last.
+        ``memory`` [B, M] is that before the first one. ``starts`` [T, B] is true where an episode
+        begins: the memory is emptied before that decision. Returns logits [T, B, n], values [T, B]
+        and the memory after the last.
         """
         steps, batch = mask.shape[:2]
         flat_mask = mask.flatten(0, 1)
@@ -214,7 +215,7 @@ class Network(nn.Module):
         return logits.unflatten(0, (steps, batch)), value.unflatten(0, (steps, batch)), memory
 
     def attention(self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor) -> Tensor:
-        """Return how much each replica looks at each other one, [B, heads, n, n]; rows sum to 1."""
+        """Return the attention of each replica to each other, [B, heads, n, n]; rows sum to 1."""
         x, g = self._normalised(replica_obs, request_obs)
         weights: Tensor = self.actor(x, g, mask)[1]
         return weights
@@ -224,9 +225,9 @@ class Network(nn.Module):
         return {name: value.detach().cpu().numpy().copy() for name, value in self._named()}
 
     def load_tensors(self, tensors: dict[str, NDArray[np.float32]]) -> None:
-        """Take over weights and normalisers of a network of the same shape.
+        """Load weights and normalisers of a network of the same shape.
 
-        A sketch is left out: it is made anew for the finished policy.
+        A sketch is left out: the finished policy gets a new one.
         """
         kept = {name: torch.tensor(value) for name, value in tensors.items() if name != SKETCH}
         self.load_state_dict(kept)
@@ -240,7 +241,7 @@ class Network(nn.Module):
     def _embed(
         self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Embeddings [B, n, hidden] for the scorer, their mean, and those for the value."""
+        """Return embeddings [B, n, hidden] for the scorer, their mean, and those for the value."""
         x, g = self._normalised(replica_obs, request_obs)
         h, _ = self.actor(x, g, mask)
         h_value = h if self.critic is None else self.critic(x, g, mask)[0]
@@ -261,13 +262,13 @@ class Network(nn.Module):
 
 
 def masked_mean(h: Tensor, mask: Tensor) -> Tensor:
-    """Mean [B, k] of the rows [B, n, k] where the mask [B, n] is true; 0 if it is nowhere."""
+    """Mean [B, k] of the rows [B, n, k] where the mask [B, n] is true; 0 without any."""
     weights = mask.unsqueeze(-1).to(h.dtype)
     return (h * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
 def masked_max(h: Tensor, mask: Tensor) -> Tensor:
-    """Maximum [B, k] of the rows [B, n, k] where the mask [B, n] is true; 0 if it is nowhere."""
+    """Maximum [B, k] of the rows [B, n, k] where the mask [B, n] is true; 0 without any."""
     most = h.masked_fill(~mask.unsqueeze(-1), -torch.inf).amax(1)
     return torch.where(mask.any(1, keepdim=True), most, 0.0)
 

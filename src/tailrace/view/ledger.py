@@ -60,6 +60,18 @@ def finished(replica, router, prompt, predicted, output):
 
 
 @jit
+def cancelled(replica, prompt, predicted, streamed):
+    """Record that an answering request ended early, after ``streamed`` tokens.
+
+    They count as throughput, but not as a finished answer to learn lengths from.
+    """
+    replica["in_flight"] -= 1
+    replica["answering_prompts"] -= prompt
+    replica["predicted_tokens"] -= predicted
+    replica["finished_tokens"] += streamed
+
+
+@jit
 def lost(replica):
     """Record that a replica died with all its requests, which the caller reroutes or fails."""
     replica["in_flight"] = 0
@@ -97,6 +109,38 @@ def look(replicas, router, now):
         replica["recent_in_flight"] = (
             replica["recent_in_flight"] * keep + replica["in_flight"] * weight_s
         )
+
+
+@jit
+def add(view, other, keep):
+    """Add another router worker's record of a replica; its moving averages decay by ``keep``.
+
+    Of the metrics snapshot, the newer one counts.
+    """
+    if other["queued"] > 0 and (view["queued"] == 0 or other["oldest_sent"] < view["oldest_sent"]):
+        view["oldest_sent"] = other["oldest_sent"]
+    view["in_flight"] += other["in_flight"]
+    view["queued"] += other["queued"]
+    view["queued_tokens"] += other["queued_tokens"]
+    view["queued_uncached"] += other["queued_uncached"]
+    view["queued_since_sum"] += other["queued_since_sum"]
+    view["context_tokens"] += other["context_tokens"]
+    view["answering_prompts"] += other["answering_prompts"]
+    view["predicted_tokens"] += other["predicted_tokens"]
+    view["sent_tokens"] += other["sent_tokens"]
+    view["sent_requests"] += other["sent_requests"]
+    fade = math.exp((other["recent_at"] - view["recent_at"]) / RECENT_WORK_S)
+    view["recent_work"] += other["recent_work"] * fade
+    view["finished"] += other["finished"]
+    view["finished_tokens"] += other["finished_tokens"]
+    view["streamed"] += other["streamed"]
+    view["recent_tokens"] += other["recent_tokens"] * keep
+    view["recent_in_flight"] += other["recent_in_flight"] * keep
+    if other["metrics_at"] > view["metrics_at"]:
+        view["metrics_at"] = other["metrics_at"]
+        view["waiting"] = other["waiting"]
+        view["running"] = other["running"]
+        view["kv_used"] = other["kv_used"]
 
 
 @jit

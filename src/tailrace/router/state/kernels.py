@@ -27,7 +27,7 @@ from tailrace.policy.rules import LEARNED, quantities, score
 from tailrace.policy.rules.predicted import predicted_ttft
 from tailrace.view import ledger, prefix_index
 from tailrace.view.prefix_index import PrefixIndex
-from tailrace.view.records import HISTORY_S, RECENT_WORK_S, View
+from tailrace.view.records import HISTORY_S, View
 from tailrace.view.selection import NO_REPLICA, choose
 
 LEARNED_CODE = LEARNED.code
@@ -200,7 +200,7 @@ def show(decision, request, replicas, routers, entries, slots, totals, beliefs, 
                 continue  # it does not run
             if w != me:
                 keep = math.exp(min(0.0, routers[w, MAIN]["looked_at"] - now) / HISTORY_S)
-                _add(view, replicas[w, r], keep)
+                ledger.add(view, replicas[w, r], keep)
             if belief["caching"] != 0:
                 index = PrefixIndex(entries[w], slots[w], totals[w])
                 cached = _cached_tokens(
@@ -229,35 +229,6 @@ def _sum_routers(me, workers, routers, seen, now):
                 router["finished"] += other["finished"]
                 router["finished_tokens"] += other["finished_tokens"]
                 router["recent_arrivals"] += other["recent_arrivals"] * keep
-
-
-@jit
-def _add(view, other, keep):
-    """Add what another worker has sent to a replica; its moving averages have faded to ``keep``."""
-    if other["queued"] > 0 and (view["queued"] == 0 or other["oldest_sent"] < view["oldest_sent"]):
-        view["oldest_sent"] = other["oldest_sent"]
-    view["in_flight"] += other["in_flight"]
-    view["queued"] += other["queued"]
-    view["queued_tokens"] += other["queued_tokens"]
-    view["queued_uncached"] += other["queued_uncached"]
-    view["queued_since_sum"] += other["queued_since_sum"]
-    view["context_tokens"] += other["context_tokens"]
-    view["answering_prompts"] += other["answering_prompts"]
-    view["predicted_tokens"] += other["predicted_tokens"]
-    view["sent_tokens"] += other["sent_tokens"]
-    view["sent_requests"] += other["sent_requests"]
-    fade = math.exp((other["recent_at"] - view["recent_at"]) / RECENT_WORK_S)
-    view["recent_work"] += other["recent_work"] * fade
-    view["finished"] += other["finished"]
-    view["finished_tokens"] += other["finished_tokens"]
-    view["streamed"] += other["streamed"]
-    view["recent_tokens"] += other["recent_tokens"] * keep
-    view["recent_in_flight"] += other["recent_in_flight"] * keep
-    if other["metrics_at"] > view["metrics_at"]:
-        view["metrics_at"] = other["metrics_at"]
-        view["waiting"] = other["waiting"]
-        view["running"] = other["running"]
-        view["kv_used"] = other["kv_used"]
 
 
 # ---- the choice ---------------------------------------------------------------------------------
@@ -498,11 +469,7 @@ def ended(
         replica["context_tokens"] -= prompt + streamed
     expected = ledger.whole_tokens(t["predicted_output"])
     if output < 0:
-        replica["in_flight"] -= 1
-        replica["answering_prompts"] -= prompt
-        replica["predicted_tokens"] -= expected
-        # What did stream back counts as throughput, but is no finished answer to learn from.
-        replica["finished_tokens"] += streamed
+        ledger.cancelled(replica, prompt, expected, streamed)
         return decode_s
     ledger.finished(replica, routers[MAIN], prompt, expected, output)
     if parts != 0:

@@ -136,12 +136,9 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
         load(rewritten(saved(tmp_path), format=99))
 
 
-def changed_schema(part: str, k: int, feature: list[str] | None) -> dict[str, list[list[str]]]:
+def changed_schema(part: str, k: int, feature: list[str]) -> dict[str, list[list[str]]]:
     out = schema()
-    if feature is None:
-        out[part] = out[part][:k]
-    else:
-        out[part][k : k + 1] = [feature]
+    out[part][k] = feature
     return out
 
 
@@ -154,8 +151,8 @@ def changed_schema(part: str, k: int, feature: list[str] | None) -> dict[str, li
             rf"replica feature 2 is '{REPLICA_FEATURES[1].name}' scaled cbrt\(x\) there",
         ),
         (
-            changed_schema("request", 4, None),
-            f"request feature 5 is missing there and '{REQUEST_FEATURES[4].name}'",
+            changed_schema("request", 4, ["mood", "x"]),
+            rf"request feature 5 is 'mood' scaled x there and '{REQUEST_FEATURES[4].name}'",
         ),
         (
             schema() | {"request": [*schema()["request"], ["more", "x"]]},
@@ -168,6 +165,40 @@ def test_another_schema_is_refused_by_its_first_difference(
 ) -> None:
     with pytest.raises(TailraceError, match=message):
         load(rewritten(saved(tmp_path), schema=found))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_feature_that_was_added_since_is_ignored(tmp_path: Path, variant: str) -> None:
+    """As if the file had been written before ``trend`` and ``turn`` were there."""
+    path = saved(tmp_path, variant)
+    about, tensors = read(path)
+    names = [feature.name for feature in (*REPLICA_FEATURES, *REQUEST_FEATURES)]
+    replica, request = names.index("trend"), names.index("turn")
+    older, expected = dict(tensors), dict(tensors)
+    in_request = request - len(REPLICA_FEATURES)
+    for name, array in tensors.items():
+        if name.endswith(".input.weight"):
+            older[name] = np.delete(array, [replica, request], axis=1)
+            expected[name] = array.copy()
+            expected[name][:, [replica, request]] = 0
+        elif name.startswith("replica_norm") and array.ndim:
+            older[name] = np.delete(array, replica)
+        elif name.startswith("request_norm") and array.ndim:
+            older[name] = np.delete(array, in_request)
+    features = {
+        part: [f for f in found if f[0] not in ("trend", "turn")]
+        for part, found in schema().items()
+    }
+    about["schema"] = features
+    older = {name: np.ascontiguousarray(array) for name, array in older.items()}
+    save_file(older, path, description(about, older))
+    loaded = load(path)
+    assert {"trend", "turn"} <= set(loaded.config.ignore)
+    assert loaded.about["schema"] == schema()
+    blind = LearnedPolicy(random_policy(variant).config, expected)
+    for seed in range(5):
+        view = random_view(seed)
+        np.testing.assert_allclose(loaded.scores(view), blind.scores(view), rtol=1e-5, atol=1e-6)
 
 
 def test_a_network_that_does_not_fit_its_settings_is_refused(tmp_path: Path) -> None:

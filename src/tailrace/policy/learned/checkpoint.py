@@ -1,7 +1,8 @@
 """A trained policy as one file ``NAME.tailrace``: safetensors with a JSON description, no pickle.
 
-The description lists the features the network was trained on, in order. A file for other features
-is refused, and so is a modified one (it contains its SHA-256).
+The description lists the features the network was trained on, in order. Features that were added
+since are ignored by such a policy; a file for other features is refused, and so is a modified one
+(it contains its SHA-256).
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from safetensors.numpy import save as serialise
 
 from tailrace.errors import TailraceError
 from tailrace.files import atomic_path, check_target
-from tailrace.policy.learned.architecture import NetworkConfig, Tensors
+from tailrace.policy.learned.architecture import SKETCH, NetworkConfig, Tensors
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES, Feature
 from tailrace.policy.learned.policy import LearnedPolicy, check_tensors
 
@@ -103,7 +104,10 @@ def load(path: Path, name: str | None = None) -> LearnedPolicy:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-    """Return the description and the tensors of a file, checked for damage and for its schema."""
+    """Return the description and the tensors of a file, checked for damage.
+
+    Both are those of a policy that ignores the features which were added since.
+    """
     path = Path(path)
     if not path.is_file():
         raise TailraceError(f"there is no policy file {path}")
@@ -133,8 +137,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
             f"{path} has format {about['format']}, this version reads format {FORMAT}; "
             "use the version of Tailrace that wrote it, or train again"
         )
-    _check_schema(path, about["schema"])
-    return about, tensors
+    return _with_new_features(path, about, tensors)
 
 
 def _config(path: Path, about: Mapping[str, Any]) -> NetworkConfig:
@@ -148,11 +151,46 @@ def _config(path: Path, about: Mapping[str, Any]) -> NetworkConfig:
         ) from None
 
 
+def _with_new_features(
+    path: Path, about: dict[str, Any], tensors: dict[str, NDArray[np.float32]]
+) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
+    """Give features that are newer than the file the weight 0, and add them to ``ignore``."""
+    _check_schema(path, about["schema"])
+    known = {
+        part: np.array([feature in about["schema"][part] for feature in features])
+        for part, features in schema().items()
+    }
+    both = np.concatenate([known["replica"], known["request"]])
+    if both.all():
+        return about, tensors
+
+    def widen(name: str, known: NDArray[np.bool_], fill: float) -> None:
+        old = tensors.get(name)
+        if old is not None and old.shape[-1:] == (known.sum(),):
+            new = np.full((*old.shape[:-1], known.size), fill, old.dtype)
+            new[..., known] = old
+            tensors[name] = new
+
+    for part, columns in known.items():
+        widen(f"{part}_norm.mean", columns, 0.0)
+        widen(f"{part}_norm.var", columns, 1.0)
+    for trunk in ("actor", "critic"):
+        widen(f"{trunk}.input.weight", both, 0.0)
+    widen(SKETCH, known["replica"], 0.0)
+    names = [name for features in schema().values() for name, _ in features]
+    new = [name for name, is_known in zip(names, both, strict=True) if not is_known]
+    network = about["network"] | {"ignore": [*about["network"].get("ignore", ()), *new]}
+    return about | {"schema": schema(), "network": network}, tensors
+
+
 def _check_schema(path: Path, found: Mapping[str, list[list[str]]]) -> None:
-    for part, expected in schema().items():
+    """Raise unless the features of a file are all known, in the same order."""
+    for part, features in schema().items():
         theirs = found[part]
-        for k in range(max(len(expected), len(theirs))):
-            mine = expected[k] if k < len(expected) else None
+        if theirs == [feature for feature in features if feature in theirs]:
+            continue
+        for k in range(max(len(features), len(theirs))):
+            mine = features[k] if k < len(features) else None
             other = theirs[k] if k < len(theirs) else None
             if mine != other:
                 raise TailraceError(

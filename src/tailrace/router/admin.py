@@ -14,8 +14,8 @@ from tailrace.net.server import ClientConnection, HttpRequest, Work, error_body
 
 JSON = b"application/json"
 MAX_CONNECTIONS = 256
-#: Answered by the worker that was asked, without its peers.
-_OWN_PATHS = frozenset(("/", "/health"))
+#: Answered by the worker that got the request, without its peers.
+OWN_PATHS = frozenset(("/", "/health"))
 
 
 class AdminResponse(NamedTuple):
@@ -63,7 +63,7 @@ class Admin:
         """Respond at once, or ask all workers first."""
         refused = self._refused(request)
         path = request.path.decode("latin-1")
-        if refused is None and self.ask_workers is not None and path not in _OWN_PATHS:
+        if refused is None and self.ask_workers is not None and path not in OWN_PATHS:
             return self.ask_workers(request, path)
         status, kind, body, extra = refused or self._respond(request.head.method, path)
         request.client.respond(request.head, status, body, content_type=kind, extra=extra)

@@ -73,7 +73,7 @@ class Router:
         )
         self.scraper = Scraper(cluster, self._fetch_metrics, settings.metrics, self._present)
         self.admin = Admin(self._admin_routes(), settings.admin.token())
-        self._client_routes = self._routes()
+        self.client_routes = self._client_routes()
         # What a listener needs (net.server.Service).
         self.limits = settings.limits
         self.heads = RequestHeadCache()
@@ -98,7 +98,7 @@ class Router:
 
     # Endpoints.
 
-    def _routes(self) -> dict[tuple[bytes, bytes], Callable[[HttpRequest], Work | None]]:
+    def _client_routes(self) -> dict[tuple[bytes, bytes], Callable[[HttpRequest], Work | None]]:
         """Return what the router answers clients itself; all else goes to a backend."""
         served = {b"/health": self._respond_health, b"/v1/models": self._respond_models}
         return {(m, path): endpoint for path, endpoint in served.items() for m in (b"GET", b"HEAD")}
@@ -153,7 +153,7 @@ class Router:
 
     def handle(self, request: HttpRequest) -> Work | None:
         """Begin with a request."""
-        endpoint = self._client_routes.get((request.head.method, request.path))
+        endpoint = self.client_routes.get((request.head.method, request.path))
         return self.dispatcher.start(request) if endpoint is None else endpoint(request)
 
     # Life cycle.

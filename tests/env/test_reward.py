@@ -12,7 +12,7 @@ from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
 from tailrace.sim import cost_accounts
 from tailrace.sim.fleet import Step, new_step
-from tailrace.view.objective import LOST_COST_S
+from tailrace.view.objective import composite_cost
 
 WORLD = Scenario(
     cluster=Cluster(replicas=(Replica(num_blocks=3000, speed=2.0), Replica(num_blocks=3000))),
@@ -37,7 +37,7 @@ def reward(settings: dict[str, object], *steps: Step) -> tuple[float, Reward]:
 
 def test_the_default_is_minus_the_composite_cost() -> None:
     value, function = reward({}, step(e2e_s=10, ttft_s=3, late_s=2, lost=1))
-    assert value == pytest.approx(-(0.2 * 10 + 3 + 2 * 2 + LOST_COST_S))
+    assert value == pytest.approx(-composite_cost(10, 3, 2, 1))
     assert function.terms["e2e_s"] == 10
     assert function.terms["late_s"] == 2
     assert function.raw[0] == value

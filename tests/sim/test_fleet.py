@@ -25,7 +25,7 @@ from tailrace.sim.fleet import (
 from tailrace.sim.result import FAILED
 from tailrace.sim.simulator import simulate
 from tailrace.sim.types import LOST, Fleet, Tables
-from tailrace.view.objective import LOST_COST_S
+from tailrace.view.objective import composite_cost
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
 
@@ -64,10 +64,9 @@ def cost_by(requests: NDArray[np.void], facts: NDArray[np.void], t: float) -> fl
         first = np.nanmin([request["first"], t])
         done = np.nanmin([request["done"], t])
         ttft = first - request["arrived"]
-        total += 0.2 * (done - request["arrived"]) + ttft
-        total += 2.0 * max(0.0, ttft - fact["ttft_slo"])
-        if request["status"] == LOST and request["done"] <= t:
-            total += LOST_COST_S
+        late = max(0.0, ttft - fact["ttft_slo"])
+        lost = request["status"] == LOST and request["done"] <= t
+        total += composite_cost(done - request["arrived"], ttft, late, lost)
     return total
 
 
@@ -111,7 +110,7 @@ def test_rewards_of_an_episode_add_up_to_the_cost_of_its_requests(workload, even
     ttft = requests["first"] - requests["arrived"]
     e2e = requests["done"] - requests["arrived"]
     late = np.maximum(ttft - table.rows["ttft_slo_s"], 0)
-    expected = (0.2 * e2e + ttft + 2 * late).sum() + lost * LOST_COST_S
+    expected = composite_cost(e2e, ttft, late, requests["status"] == LOST).sum()
     assert total == pytest.approx(expected, rel=1e-9)
     assert total == pytest.approx(cost_by(requests, tables.facts[0], end), rel=1e-9)
 

@@ -7,6 +7,7 @@ from tailrace.config import Cluster, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.sim import engine as kernel
 from tailrace.sim.simulator import Simulation, simulate
+from tailrace.view.objective import composite_cost
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
 
@@ -17,7 +18,7 @@ def total_cost(result, rows: int) -> float:  # type: ignore[no-untyped-def]
     ttft = requests["first_token_s"] - requests["arrived_s"]
     e2e = requests["finished_s"] - requests["arrived_s"]
     late = np.maximum(ttft - result.table.rows["ttft_slo_s"][:rows], 0)
-    return float((0.2 * e2e + ttft + 2 * late).sum())
+    return float(composite_cost(e2e, ttft, late, 0).sum())
 
 
 @pytest.mark.compiled

@@ -9,7 +9,7 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Latency, composite_cost_s, slo_met, summarise
 from tailrace.files import dumps
 from tailrace.sim.result import FAILED, FINISHED, PENDING
-from tailrace.view.objective import LOST_COST_S
+from tailrace.view.objective import LOST_COST_S, composite_cost
 
 
 def test_latencies_of_two_requests():
@@ -27,12 +27,17 @@ def test_latencies_of_two_requests():
     assert s.total_tokens_per_s == pytest.approx(232 / 8)
 
 
+def cost(e2e_s: float, ttft_s: float, late_s: float = 0.0, lost: int = 0) -> float:
+    """What one request costs; view/test_objective.py knows the answers."""
+    return float(composite_cost(e2e_s, ttft_s, late_s, lost))
+
+
 def test_composite_cost_charges_what_exceeds_the_target():
     result = make_result([0.0, 0.0], first=[0.5, 3.0], finished=[2.0, 5.0])
     np.testing.assert_allclose(
-        composite_cost_s(result), [0.2 * 2 + 0.5, 0.2 * 5 + 3 + 2 * (3 - 1.0)]
+        composite_cost_s(result), [cost(2, 0.5), cost(5, 3.0, late_s=3 - 1.0)]
     )
-    assert summarise(result).cost_s == pytest.approx((0.9 + 8.0) / 2)
+    assert summarise(result).cost_s == pytest.approx(composite_cost_s(result).mean())
 
 
 def test_slo_needs_both_targets_and_an_end():
@@ -87,8 +92,7 @@ def test_failed_requests_keep_their_first_token_but_have_no_end():
     )
     assert s.ttft_s.mean == pytest.approx(0.6)
     assert s.e2e_s.mean == 2.0
-    lost = LOST_COST_S + 0.2 * 9.0 + 0.7
-    assert s.cost_s == pytest.approx((0.2 * 2.0 + 0.5 + lost) / 2)
+    assert s.cost_s == pytest.approx((cost(2, 0.5) + cost(9, 0.7, lost=1)) / 2)
 
 
 def test_losing_requests_is_never_cheap():
@@ -104,11 +108,11 @@ def test_losing_requests_is_never_cheap():
     np.testing.assert_allclose(
         composite_cost_s(result),
         [
-            0.2 * 9 + 0.5,
-            30 + 0.2 * 2 + 0.5,
-            30 + 0.2 * 3 + 3 + 2 * (3 - 1),
-            30 + 0.2 * 5 + 5 + 2 * (5 - 1),
-            30,
+            cost(9, 0.5),
+            cost(2, 0.5, lost=1),
+            cost(3, 3, late_s=3 - 1, lost=1),
+            cost(5, 5, late_s=5 - 1, lost=1),
+            cost(0, 0, lost=1),
         ],
     )
     assert summarise(result).cost_s == pytest.approx(composite_cost_s(result).mean())

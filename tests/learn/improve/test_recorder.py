@@ -18,6 +18,7 @@ from tailrace.sim import cost_accounts
 from tailrace.sim.simulator import simulate
 from tailrace.view.cost_model import cost_rows
 from tailrace.view.devices import cost_of
+from tailrace.view.objective import composite_cost
 from tailrace.view.records import REQUEST_VIEW, ROUTER, View
 from tailrace.view.replicas import idle_views
 
@@ -245,7 +246,9 @@ def test_requests_it_was_not_asked_about_cost_too():
     (rollout,) = found
     assert rollout.figures["overruled"] == 0.5
     # The first 0.5 s of request 0; 2 s of the other, and late from its target of 1 s on.
-    assert rollout.reward[0, 0] == pytest.approx(-(1.2 * 0.5 + 1.2 * 2.0 + 2.0 * 1.0))
+    assert rollout.reward[0, 0] == pytest.approx(
+        -(composite_cost(0.5, 0.5, 0, 0) + composite_cost(2, 2, 1, 0))
+    )
 
 
 def test_what_cannot_be_recorded():

@@ -3,7 +3,7 @@
 The default is exact and dense: the sum over an episode is minus the composite cost of its requests
 (view/objective.py). All terms are seconds of cost per decision, or are weighted to be; each is
 logged before weights and bound. It applies to the environments and to PPO on them; imitation and
-branching, on which default training is built, count the composite cost itself.
+branching, on which default training is built, use the composite cost itself.
 """
 
 from typing import Annotated
@@ -96,7 +96,7 @@ class Reward:
         self._weights[cost_accounts.SOFT_LATE] = settings.soft_late
         self._weights[cost_accounts.EARLY] = -settings.early
         self._averages = bool(settings.throughput or settings.improvement or self._follows_past)
-        # exponentially fading sums, and the time they cover
+        # exponentially decaying sums, and the time they cover
         self._watched_s, self._cost, self._arrived, self._finished = np.zeros((4, n))
         self.terms: dict[str, Array] = {}
         """Every term [n] of the last step, before weights."""

@@ -18,7 +18,7 @@ from tailrace.view.selection import NO_REPLICA, choose
 
 
 class Policy:
-    """Base of all policies. A subclass must have ``scores``; all else is optional.
+    """Base of all policies. A subclass must define ``scores``; everything else is optional.
 
     view/selection.py chooses a replica from the scores and breaks ties. Times are in seconds of the
     run.
@@ -162,7 +162,7 @@ def decide(policy: Policy, view: View) -> int:
     """Return the available replica a policy chooses; ties as everywhere (view/selection.py)."""
     scores = checked_scores(policy, view)
     lowest_id_wins = bool(getattr(policy, "lowest_id_wins", False))
-    with np.errstate(over="ignore"):  # random numbers wrap around
+    with np.errstate(over="ignore"):  # random numbers overflow by design
         replica = int(choose(scores, view.replicas, view.router, lowest_id_wins))
     if replica == NO_REPLICA:
         raise RuntimeError("asked to route while no replica is available")

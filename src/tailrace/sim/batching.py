@@ -2,7 +2,7 @@
 
 The decodes of a server advance together, one token each per decode iteration ("tick"), so nothing
 is stored per token: a slot keeps ``tokens processed - tick``, which stays constant, and the tick
-at which it is done. Blocks are booked in one of two ways:
+at which it is done. Blocks are allocated in one of two ways:
 
 * counted (sarathi, vllm, and vllm_v1 without caching): every decode takes one block each
   ``block_size`` ticks, so ``phase[k]`` counts the decodes that take one at ticks = k (mod
@@ -11,7 +11,7 @@ at which it is done. Blocks are booked in one of two ways:
   and a slot knows the tick of its next block event (needs one, or fills one).
 
 At most one resident request is partly prefilled, and it is the last slot: a new request is
-admitted only after all before it got what they wanted of the token budget.
+admitted only after all earlier ones got what they need of the token budget.
 """
 
 import numpy as np
@@ -347,7 +347,7 @@ def retire_decodes(server, slots, phase, kv, requests, end, notices):
 
 @jit
 def advance_prefills(server, slots, phase, kv, requests, end, notices):
-    """Book the prompt tokens of the iteration that just ended; finished prompts become decodes."""
+    """Account for the prompt tokens of the last iteration; finished prompts become decodes."""
     kept = server["n_decodes"]
     for i in range(server["n_decodes"], server["n_slots"]):
         r = slots[SLOT_REQUEST, i]

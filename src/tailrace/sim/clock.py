@@ -55,7 +55,7 @@ def _advance_replica(fleet, tables, c, r, t):
         if happened == servers.NOTHING:
             break
         if happened == servers.ENDED:
-            _hear(fleet, tables, c, r)
+            _update_ledger(fleet, tables, c, r)
     fleet.wake[c, r] = servers.wake_time(server)
     cluster["stuck"] |= server["stuck"]
     return True
@@ -77,7 +77,7 @@ def _record_batch(batches, cluster, server, r):
 
 
 @inlined
-def _hear(fleet, tables, c, r):
+def _update_ledger(fleet, tables, c, r):
     """Enter first tokens and finished requests of an iteration into the router's records."""
     notices = fleet.notices[c]
     if notices[0, 0] == 0 and notices[1, 0] == 0:
@@ -92,20 +92,20 @@ def _hear(fleet, tables, c, r):
         ledger.answering(view, facts[n]["prompt"], request["believed"], request["sent"])
         if cluster["accounts"]:
             cost_accounts.answered(cluster, requests, facts, n)
-        tell(fleet, c, NEWS_FIRST_TOKEN, r, n, request["first"])
+        notify(fleet, c, NEWS_FIRST_TOKEN, r, n, request["first"])
     for k in range(1, notices[1, 0] + 1):
         n = notices[1, k]
         fact = facts[n]
         predicted = requests[n]["predicted"]
         ledger.finished(view, fleet.router[c], fact["prompt"], predicted, fact["output"])
-        tell(fleet, c, NEWS_FINISHED, r, n, requests[n]["done"])
+        notify(fleet, c, NEWS_FINISHED, r, n, requests[n]["done"])
         if fleet.servers[c, r]["caching"]:
             index_content(fleet, tables, c, r, n, facts[n]["output"], requests[n]["done"])
         settled(fleet, tables, c, n, False)
 
 
 @inlined
-def tell(fleet, c, kind, r, n, at):
+def notify(fleet, c, kind, r, n, at):
     """Record an event for the hooks of a Python policy, if there is one."""
     if fleet.news.shape[1] == 0:
         return

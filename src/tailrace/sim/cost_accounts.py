@@ -1,10 +1,10 @@
-"""What the requests of a cluster have cost so far, exact at any moment and cheap to ask for.
+"""What the requests of a cluster have cost so far, exact at any moment and cheap to read.
 
 A request costs while it is in the system, while it has no first token, and while it is past its
 target without one. Each of these is a sum over requests of ``until - since``. What has ended is
 added up; what is still going on is a count and a sum of starting times, so the total at time ``t``
 is ``paid + count * t - sum``. Requests without a first token stand in a list by deadline, and its
-overdue part grows as time is asked for. Kept only where CLUSTER.accounts is set.
+overdue part grows as later times are read. Kept only where CLUSTER.accounts is set.
 """
 
 import math

@@ -68,12 +68,12 @@ def _kill(fleet, tables, c, r, now):
     )
     while homeless >= 0:
         following = requests[homeless]["next"]
-        clock.tell(fleet, c, NEWS_FAILED, r, homeless, now)
+        clock.notify(fleet, c, NEWS_FAILED, r, homeless, now)
         arrival_heap.push(fleet.heap[c], cluster, now, homeless)
         homeless = following
     while failed >= 0:
         following = requests[failed]["next"]
-        clock.tell(fleet, c, NEWS_FAILED, r, failed, now)
+        clock.notify(fleet, c, NEWS_FAILED, r, failed, now)
         clock.settled(fleet, tables, c, failed, True)
         failed = following
     ledger.lost(fleet.replicas_view[c, r])

@@ -104,7 +104,7 @@ def _copy(fleet, facts, c, r, oracle):
             batching.become_decode(server, slots, phase, ghosts, i)
         count += 1
     if server["busy"]:
-        server["fresh"] = 0  # booked when the running iteration was formed
+        server["fresh"] = 0  # allocated when the running iteration was formed
     n = server["queue_head"] if server["queue_len"] > 0 else -1
     server["queue_len"] = 0
     while n >= 0:

@@ -1,6 +1,6 @@
 """How a server forms its next batch: sarathi, vllm and vllm_v1 on one pipeline stage.
 
-Each ``_form_*`` function fills the slots' chunks, books blocks and sets ``tokens``, ``work`` and
+Each ``_form_*`` function sets the slots' chunks, allocates blocks and sets ``tokens``, ``work`` and
 ``batched`` of the server. :func:`form` then sets the clock: one iteration or, if only decodes take
 part, a whole stretch of equal iterations up to the next change.
 """
@@ -69,7 +69,7 @@ def _stretch(server):
     steps = server["next_finish"] - server["tick"]
     if server["explicit"]:
         return min(steps, max(server["next_event"] - server["tick"], 1))
-    # The blocks of the first iteration are booked already; block_size more cost one per decode.
+    # The blocks of the first iteration are allocated already; block_size more cost one per decode.
     # sarathi and vllm want one block left over, vllm_v1 can spare it.
     spare = server["free_blocks"] - 1
     safe = 1 + max(spare, 0) // server["n_decodes"] * server["block_size"]
@@ -302,7 +302,7 @@ def _grow_decodes(server, slots, phase, kv, requests, content):
             count = min(need + server["extra_blocks"], server["free_blocks"])
             batching.take_blocks(server, kv, row, request, count)
         if server["caching"]:
-            # The first output token came with the prompt, in an iteration that booked none for it.
+            # The first output token came with the prompt, whose iteration had no block for it.
             just_joined = after == request["prompt"] + 2
             before = after - 2 if just_joined else after - 1
             batching.make_findable(server, kv, content, row, r, before, after)

@@ -1,4 +1,4 @@
-"""The router's records kept from Python, for worlds that move requests in Python.
+"""Python book-keeping of the router's records, for simulators whose requests move in Python.
 
 The reference engine and the Vidur plug-in both build on :class:`Bookkeeper`; the compiled engine
 and the live router keep the same records in compiled code. It holds no policy: its owner decides,
@@ -82,7 +82,7 @@ class Bookkeeper:
         self.views = idle_views(replicas)
         self.request_view: Any = np.zeros(1, REQUEST_VIEW)[0]
         self.router: Any = np.zeros(1, ROUTER)[0]
-        with np.errstate(over="ignore"):  # the hash wraps around
+        with np.errstate(over="ignore"):  # the hash overflows by design
             self.router["rng"] = mix(np.uint64(seed))
         self.view = View(self.request_view, self.views, replica_costs(replicas), self.router)
         self._waiting: list[dict[int, Sent]] = [{} for _ in replicas]
@@ -91,7 +91,7 @@ class Bookkeeper:
         self._snapshot = -1  # number of the latest one
 
     def server_metrics(self, replica: int) -> tuple[int, int, float]:
-        """Return requests waiting, requests running and the share of KV blocks held, now."""
+        """Return requests waiting, requests running and the share of KV blocks in use, now."""
         raise NotImplementedError
 
     def streamed_context(self, sent: Sent) -> int:

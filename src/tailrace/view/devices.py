@@ -18,7 +18,7 @@ MEMORY_SHARE = 0.9  # of the device memory; the rest is left for activations
 PLANNED_REQUEST_TOKENS = 4096  # capacity is planned in whole requests of this length
 
 # Shares of the data-sheet peaks that the attention kernels reach. Chosen so that the formulas give
-# the fitted figures of the reference preset (8.8e-5 and 4.0e-6 ms).
+# the fitted values of the reference preset (8.8e-5 and 4.0e-6 ms).
 READ_EFFICIENCY = 0.73  # of the memory bandwidth, reading the context of decodes
 MATH_EFFICIENCY = 0.42  # of the tensor peak, attention of prefills
 

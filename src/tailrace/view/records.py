@@ -30,19 +30,19 @@ REPLICA_VIEW = np.dtype(
         ("queued_uncached", "i8"),  # the same, less what the prefix index says is cached
         ("context_tokens", "i8"),  # prompt + streamed tokens of those that are answering
         ("answering_prompts", "i8"),  # the prompts' part of context_tokens
-        ("predicted_tokens", "i8"),  # predicted output tokens of those in flight, as predicted then
+        ("predicted_tokens", "i8"),  # output tokens of those in flight, as predicted when sent
         ("oldest_sent", "f8"),  # when the oldest queued was sent, s; only while there is one
         ("queued_since_sum", "f8"),  # sum of send times of the queued, s
         ("sent_tokens", "i8"),  # uncached prompt tokens sent since the metrics snapshot
         ("sent_requests", "i8"),  # requests sent since the metrics snapshot
-        ("recent_work", "f8"),  # uncached prompt tokens sent, fading with RECENT_WORK_S
-        ("recent_at", "f8"),  # when recent_work was last brought up to date, s
+        ("recent_work", "f8"),  # uncached prompt tokens sent, decaying over RECENT_WORK_S
+        ("recent_at", "f8"),  # when recent_work was last updated, s
         ("finished", "i8"),  # requests finished so far
         ("finished_tokens", "i8"),  # their output tokens
-        # ledger, moving averages: brought up to date at every decision (ledger.look)
+        # ledger, moving averages: updated at every decision (ledger.look)
         ("streamed", "i8"),  # output tokens that had streamed back at the last decision
-        ("recent_tokens", "f8"),  # output tokens streamed back, fading with HISTORY_S
-        ("recent_in_flight", "f8"),  # integral of in_flight over time, fading with HISTORY_S
+        ("recent_tokens", "f8"),  # output tokens streamed back, decaying over HISTORY_S
+        ("recent_in_flight", "f8"),  # integral of in_flight over time, decaying over HISTORY_S
         # metrics snapshot
         ("metrics_at", "f8"),  # when it was taken, s; NEVER: there is none yet
         ("waiting", "i8"),  # requests in the server's queue
@@ -80,9 +80,9 @@ ROUTER = np.dtype(
         ("cursor", "i8"),  # round robin's next replica
         ("finished", "i8"),  # requests finished so far
         ("finished_tokens", "i8"),  # their output tokens: running mean = predicted output
-        ("looked_at", "f8"),  # when the moving averages were last brought up to date, s
-        ("watched_s", "f8"),  # time observed so far, fading with HISTORY_S: at most HISTORY_S
-        ("recent_arrivals", "f8"),  # requests that arrived, fading with HISTORY_S
+        ("looked_at", "f8"),  # when the moving averages were last updated, s
+        ("watched_s", "f8"),  # time observed so far, decaying over HISTORY_S: at most HISTORY_S
+        ("recent_arrivals", "f8"),  # requests that arrived, decaying over HISTORY_S
     ]
 )
 
@@ -101,6 +101,7 @@ COST = np.dtype(
 )
 
 PREFIX_HASH_TOKENS = 256
+#: Time constants of the moving averages, s.
 RECENT_WORK_S = 180.0
 HISTORY_S = 20.0
 

@@ -22,7 +22,7 @@ def is_chunked(replica: Replica) -> bool:
 
 
 def token_budget(replica: Replica) -> int:
-    """Return the most prompt tokens of one iteration."""
+    """Return the maximum number of prompt tokens in one iteration."""
     return replica.chunk_size if is_chunked(replica) else replica.max_batch_tokens
 
 

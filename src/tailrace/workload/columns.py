@@ -1,4 +1,4 @@
-"""Columns of a file of requests, checked: every complaint names file, line and column."""
+"""Columns of a file of requests, checked: every error names file, line and column."""
 
 import csv
 from pathlib import Path

@@ -52,7 +52,7 @@ class OneShot:
 
 @dataclass(frozen=True)
 class PromptPool:
-    """``count`` shared prompts of random length, asked for with Zipf popularity."""
+    """``count`` shared prompts of random length, requested with Zipf popularity."""
 
     count: int
     tokens: Lognormals
@@ -124,7 +124,7 @@ class PromptFamilies:
 
 @dataclass(frozen=True)
 class Documents:
-    """Short questions, long one-off prompts, and documents asked about again and again.
+    """Short questions, long one-off prompts, and documents that are queried repeatedly.
 
     Weights are shares of requests. A document draws its length once; every further question about
     it arrives a Weibull gap after the one before, whether that has been answered or not.
@@ -136,8 +136,8 @@ class Documents:
     single: JointMixture
     document_weight: float
     document: JointMixture
-    extra_asks_mean: float  # questions beyond the first two, negative binomial
-    extra_asks_shape: float
+    extra_questions_mean: float  # questions beyond the first two, negative binomial
+    extra_questions_shape: float
     question: Lognormals
     gap_shape: float
     gap_scale_s: float
@@ -146,7 +146,7 @@ class Documents:
     @property
     def _event_weights(self) -> Floats:
         """Weights [3] of short, single and document among starts."""
-        per_document = 2.0 + self.extra_asks_mean
+        per_document = 2.0 + self.extra_questions_mean
         return np.array(
             [self.short_weight, self.single_weight, self.document_weight / per_document]
         )
@@ -166,12 +166,12 @@ class Documents:
     def _requests(self, start_s: Floats, streams: Streams) -> Draft:
         starts = len(start_s)
         kind = pick(self._event_weights, streams.rng("class").random(starts))
-        shape = self.extra_asks_shape
+        shape = self.extra_questions_shape
         extra = streams.rng("asks").negative_binomial(
-            shape, shape / (shape + self.extra_asks_mean), starts
+            shape, shape / (shape + self.extra_questions_mean), starts
         )
-        asks = np.where(kind == 2, 2 + extra, 1)
-        group = np.repeat(np.arange(starts), asks)
+        questions = np.where(kind == 2, 2 + extra, 1)
+        group = np.repeat(np.arange(starts), questions)
         is_first = np.diff(group, prepend=-1) > 0
         gap_s = self.gap_scale_s * streams.rng("gap").weibull(self.gap_shape, group.size)
         clock_s = np.cumsum(gap_s)
@@ -200,12 +200,12 @@ class Documents:
         normal = below.rng("prompt").standard_normal(opened.size)
         tokens = self.document.prompt_tokens(which, normal)
         member = row_kind == 2
-        ask = number_of[group[member]]
+        numbers = number_of[group[member]]
         document = np.zeros(len(rows), np.int64)
         question = np.zeros(len(rows), np.int64)
-        document[member] = tokens[ask]
+        document[member] = tokens[numbers]
         question[member] = self.question.draw(int(member.sum()), streams.below("question"))
-        output = self.document.output_tokens(which[ask], normal[ask], below)
+        output = self.document.output_tokens(which[numbers], normal[numbers], below)
         rows["prompt_tokens"][member] = (document + question)[member]
         rows["output_tokens"][member] = output
         return document, question

@@ -2,7 +2,7 @@
 
 A draft is what a generator makes: rows of dtype REQUEST, not yet sorted, and their runs. Drafts are
 merged (segments, sessions and parents get distinct numbers) and finished: sorted by arrival, cut to
-the number of requests asked for, sessions and parents renumbered.
+the requested number of rows, sessions and parents renumbered.
 """
 
 from collections.abc import Sequence

@@ -111,7 +111,7 @@ def make(
 
 
 def from_settings(settings: config.Workload, rate: float | None, seed: int) -> RequestTable:
-    """Make the table a configuration asks for: a built-in workload, or a file of requests.
+    """Make the table that settings describe: a built-in workload, or a file of requests.
 
     ``rate`` (requests/s) follows from the settings' ``rate`` or ``load``; None: the traffic's own.
     Of a file the first ``requests`` rows are taken (fewer if it has fewer). With ``arrivals`` =

@@ -9,7 +9,7 @@ So starts begin ``warmup_s`` before 0, and a conversation still live at 0 enters
 many turns as it has left, beginning with a first turn: rate and number of conversations are right
 from the start, every conversation in the table is whole, and no long context appears that no
 replica can have cached. Only the lengths of prompts take a conversation's lifetime to settle.
-**End.** The table is cut after the number of requests asked for; the last conversations lose turns.
+**End.** The table is cut after the requested number of rows; the last conversations lose turns.
 """
 
 from dataclasses import dataclass

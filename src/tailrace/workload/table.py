@@ -44,7 +44,7 @@ RUN = np.dtype([("segment", "i8"), ("tokens", "i4"), ("reserved", "i4")])
 
 
 class RowError(TailraceError):
-    """What is wrong with one row; ``row`` is its number, ``what`` the complaint."""
+    """What is wrong with one row; ``row`` is its number, ``what`` the error."""
 
     def __init__(self, row: int, what: str) -> None:
         super().__init__(row, what)  # both, so that it survives the way between processes

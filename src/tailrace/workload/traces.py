@@ -3,7 +3,7 @@
 The format is found from the content (Parquet's mark, a JSON object, the names in a CSV header, the
 first line of the live router's decision log) or named explicitly. Arrivals must not go backwards.
 Only Vidur's files may be unsorted, because Vidur itself sorts requests by arrival (stably) and its
-files rely on it; any other unsorted file is refused unless ``sort`` is asked for.
+files rely on it; any other unsorted file is refused unless ``sort`` is set.
 """
 
 from collections.abc import Callable

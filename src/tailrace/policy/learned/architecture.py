@@ -22,11 +22,11 @@ from tailrace.policy.rules import RULES
 
 Tensors = Mapping[str, NDArray[np.float32]]
 #: Tensor [features] of a finished policy: the shortlist are the replicas of largest product with
-#: their observation. A policy without it looks at all replicas, however many.
+#: their observation. A policy without it evaluates all replicas of a cluster of any size.
 SKETCH = "sketch.weight"
 
 FEATURE_NAMES = tuple(feature.name for feature in (*REPLICA_FEATURES, *REQUEST_FEATURES))
-#: Least standard deviation of a feature: one that hardly varied in training is not blown up later.
+#: Least standard deviation of a feature: one that hardly varied in training is not amplified later.
 STD_FLOOR = 0.1
 
 

@@ -134,7 +134,7 @@ class LearnedPolicy(BuiltinPolicy):
         self.params.view(np.float32)[start : start + self.config.memory] = 0
 
     def scores(self, view: View) -> NDArray[np.float64]:
-        """Return minus the logits [n]; moves the memory on, if there is one."""
+        """Return minus the logits [n]; advances the memory, if there is one."""
         out = np.empty(len(view.replicas))
         learned_scores(view, self.params, out)
         return out

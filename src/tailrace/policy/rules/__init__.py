@@ -131,7 +131,7 @@ _TABLE = (
     Rule(
         "dynamo",
         "NVIDIA Dynamo, KV router",
-        "min overlap_weight * blocks to prefill + blocks held, both with the request on board, "
+        "min overlap_weight * blocks to prefill + blocks held, both including this request, "
         "ties to the smaller index, temperature 0; blocks shared by requests count for each",
         {"overlap_weight": 1.0},
         uses_prefix=True,

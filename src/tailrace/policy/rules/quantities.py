@@ -94,7 +94,7 @@ def in_flight_range(replicas):
 
 @jit
 def in_flight_mean(replicas):
-    """Mean number of requests in flight over the available replicas, and how many these are."""
+    """Mean number of requests in flight over the available replicas, and their number."""
     total = 0.0
     count = 0
     for replica in replicas:

@@ -19,14 +19,14 @@ TIE_BREAK = 1e-12
 
 @jit
 def lmetric(view, _params, scores):
-    """Pending uncached tokens times requests, the request itself counted in both."""
+    """Pending uncached tokens times requests, both including the request itself."""
     for i in range(scores.size):
         scores[i] = pending_uncached(view, i) * (view.replicas[i]["in_flight"] + 1.0)
 
 
 @jit
 def dynamo(view, params, scores):
-    """Blocks to prefill plus blocks held, both with the request on board; ties by index size."""
+    """Blocks to prefill plus blocks held, both including the request; ties by index size."""
     overlap_weight = params[0]
     prompt = view.request["prompt_tokens"]
     for i in range(scores.size):

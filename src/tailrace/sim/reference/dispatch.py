@@ -1,4 +1,4 @@
-"""Dispatchers decide where requests go; the engine asks them and reports what happens."""
+"""Dispatchers decide where requests go; the engine calls them and reports events."""
 
 from collections.abc import Iterable, Sequence
 

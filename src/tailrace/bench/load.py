@@ -39,7 +39,7 @@ JSON_LINE = b"content-type: application/json\r\n"
 CONNECT_S = 10.0
 #: The load decides how many connections there are: all are kept.
 MAX_IDLE = 1_000_000
-#: For the questions asked before a load begins, s.
+#: Time limit of requests before a load begins, s.
 FETCH_S = 30.0
 
 
@@ -58,9 +58,9 @@ def run_load(
 ) -> LoadResult:
     """Send the requests of a table to an OpenAI endpoint and wait until all have ended.
 
-    ``model`` is asked for if not given; so is the length of prompts in tokens (/tokenize) without
-    ``chars_per_token``. ``stretch`` multiplies arrival and think times. ``salt``: other texts with
-    the same sharing. Runs an event loop of its own; inside one, await :func:`load`.
+    ``model``: default: the server's; without ``chars_per_token`` its /tokenize counts the tokens of
+    prompts. ``stretch`` multiplies arrival and think times. ``salt``: other texts with the same
+    sharing. Runs an event loop of its own; inside one, await :func:`load`.
     """
     with asyncio.Runner(loop_factory=_fast_loop) as runner:
         return runner.run(
@@ -216,11 +216,11 @@ class _Load:
 
     def _body(self, row: int, prompt: Prompt) -> bytes:
         if self._api == "chat":
-            asked = b'"messages":%b' % prompt.messages()
+            content = b'"messages":%b' % prompt.messages()
         else:
-            asked = b'"prompt":"%b"' % prompt.text()
+            content = b'"prompt":"%b"' % prompt.text()
         output = int(self._table.rows["output_tokens"][row])
-        return b'{%b,"max_tokens":%d,%b' % (asked, output, self._options)
+        return b'{%b,"max_tokens":%d,%b' % (content, output, self._options)
 
     def _headers(self, row: int) -> bytes:
         """Header lines that Tailrace's router reads; other servers ignore them."""

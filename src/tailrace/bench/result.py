@@ -1,4 +1,4 @@
-"""What a load on a live endpoint came to, in the simulator's terms."""
+"""Results of a load on a live endpoint, in the simulator's terms."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ LOAD_REQUEST = np.dtype(
         ("ended_s", "f8"),  # end of the response, or of the attempt
         ("status", "i4"),  # PENDING (never sent), FINISHED or FAILED
         ("failure", "i4"),  # number in LoadResult.kinds, -1: none
-        ("replica", "i4"),  # number in LoadResult.labels, -1: not told
+        ("replica", "i4"),  # number in LoadResult.labels, -1: unknown
         ("prompt_tokens", "i4"),  # as the server counts
         ("output_tokens", "i4"),  # as the server counts, else events
         ("cached_tokens", "i4"),  # as the server says
@@ -79,7 +79,7 @@ class LoadResult:
         return np.maximum(late[np.isfinite(late)], 0.0)
 
     def simulated(self) -> SimResult:
-        """Return the run as a simulation would: what a server does not tell is left empty."""
+        """Return the run as a simulation would: what a server does not report is left empty."""
         done = self.requests
         rows = self.table.rows.copy()
         known = done["output_tokens"] > 0
@@ -101,9 +101,9 @@ class LoadResult:
         return request_times(self.simulated())
 
     def summary(self, warmup_fraction: float = 0.0) -> dict[str, Any]:
-        """Return the figures of the run, named as in ``evaluate.measure.metrics.Summary``.
+        """Return the metrics of the run, named as in ``evaluate.measure.metrics.Summary``.
 
-        The first ``warmup_fraction`` of the requests is left out. What cannot be told is None.
+        The first ``warmup_fraction`` of the requests is left out. What is unknown is None.
         """
         if not 0.0 <= warmup_fraction < 1.0:
             raise TailraceError(f"warm-up must be a fraction in [0, 1), got {warmup_fraction}")
@@ -115,10 +115,10 @@ class LoadResult:
         prompt = np.where(done["prompt_tokens"] > 0, done["prompt_tokens"], rows["prompt_tokens"])
         met = int(slo_met(result)[kept].sum())
         span_s = _span_s(done)
-        told = finished & (done["cached_tokens"] >= 0)
+        reported = finished & (done["cached_tokens"] >= 0)
         counted = finished & (done["prompt_tokens"] > 0)
         late = self.lateness_s()
-        figures: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "requests": len(done),
             "finished": int(finished.sum()),
             "failed": int((done["status"] == FAILED).sum()),
@@ -132,7 +132,9 @@ class LoadResult:
             "total_tokens_per_s": _share(output + int(prompt[finished].sum()), span_s) or 0.0,
             "slo_attainment": _share(met, len(done)) or 0.0,
             "goodput_rps": _share(met, span_s) or 0.0,
-            "prefix_hit_rate": _share(done["cached_tokens"][told].sum(), prompt[told].sum()),
+            "prefix_hit_rate": _share(
+                done["cached_tokens"][reported].sum(), prompt[reported].sum()
+            ),
             "cost_s": float(composite_cost_s(result)[kept].mean()),
             "replica_share": self._shares(done),
             "failures": self.failures,
@@ -144,12 +146,12 @@ class LoadResult:
             ),
             "connections": self.connections,
         }
-        return figures
+        return metrics
 
     def _shares(self, done: NDArray[np.void]) -> dict[str, float]:
-        """Share of requests that went to each replica; empty if the server does not tell."""
-        told = done["replica"][done["replica"] >= 0]
-        counts = np.bincount(told, minlength=len(self.labels)) / max(len(told), 1)
+        """Share of requests that went to each replica; empty if the server does not report it."""
+        known = done["replica"][done["replica"] >= 0]
+        counts = np.bincount(known, minlength=len(self.labels)) / max(len(known), 1)
         return dict(sorted(zip(self.labels, counts.tolist(), strict=True)))
 
     @property
@@ -165,7 +167,7 @@ def check_target_of(path: Path) -> None:
 
 
 def write(result: LoadResult, path: Path) -> None:
-    """Write one row per request to a Parquet file; a time that never came is null."""
+    """Write one row per request to a Parquet file; a time that does not exist is null."""
     check_target_of(path)
     rows, done = result.table.rows, result.requests
     times = result.times()

@@ -74,20 +74,20 @@ async def _calibrate(
         raise TailraceError("an address is given twice; name each server once")
     endpoints = [LiveEndpoint(url, headers) for url in urls]
     try:
-        limits, told = [], []
+        limits, reported = [], []
         for endpoint in endpoints:
             await endpoint.open(options.model)
-            found = await _told(endpoint)
-            told.append(found)
+            found = await _reported(endpoint)
+            reported.append(found)
             limits.append(_limits(endpoint, options, found))
         done = [0.0] * len(endpoints)
 
-        def tell(k: int, share: float) -> None:
+        def update(k: int, share: float) -> None:
             done[k] = share
             progress(int(100 * sum(done) / len(done)))
 
         jobs = [
-            survey(endpoint, limit, lambda share, k=k: tell(k, share))  # type: ignore[misc]
+            survey(endpoint, limit, lambda share, k=k: update(k, share))  # type: ignore[misc]
             for k, (endpoint, limit) in enumerate(zip(endpoints, limits, strict=True))
         ]
         surveys = list(await asyncio.gather(*jobs)) if options.together else [await j for j in jobs]
@@ -105,7 +105,7 @@ async def _calibrate(
                 ", ".join(urls[k] for k in group),
                 [surveys[k] for k in group],
                 options,
-                told[group[0]],
+                reported[group[0]],
                 max(shared[k] or 0.0 for k in group) or None,
                 counts=all(endpoints[k].counts_tokens for k in group),
             )
@@ -114,7 +114,7 @@ async def _calibrate(
     )
 
 
-async def _told(endpoint: LiveEndpoint) -> dict[str, tuple[int, str]]:
+async def _reported(endpoint: LiveEndpoint) -> dict[str, tuple[int, str]]:
     """Return the capacity that a server tells."""
     snapshot = await endpoint.metrics()
     found: dict[str, tuple[int, str]] = {}
@@ -126,12 +126,12 @@ async def _told(endpoint: LiveEndpoint) -> dict[str, tuple[int, str]]:
 
 
 def _limits(
-    endpoint: LiveEndpoint, options: CalibrationOptions, told: dict[str, tuple[int, str]]
+    endpoint: LiveEndpoint, options: CalibrationOptions, reported: dict[str, tuple[int, str]]
 ) -> Limits:
-    known, _ = with_capacity(options.known, told)
+    known, _ = with_capacity(options.known, reported)
     assert known.num_blocks is not None
     held = known.num_blocks * known.block_size
-    is_known = "num_blocks" in told or "num_blocks" in options.known.model_fields_set
+    is_known = "num_blocks" in reported or "num_blocks" in options.known.model_fields_set
     prompt = options.max_prompt
     if endpoint.max_model_len is not None:
         prompt = min(prompt, endpoint.max_model_len)
@@ -151,17 +151,17 @@ def calibrated(
     name: str,
     surveys: Sequence[Survey],
     options: CalibrationOptions,
-    told: dict[str, tuple[int, str]] | None = None,
+    reported: dict[str, tuple[int, str]] | None = None,
     slowdown: float | None = None,
     *,
     counts: bool = True,
 ) -> Calibrated:
     """Fit one cost model to the surveys of one replica, or of several equal ones.
 
-    ``told`` is the capacity the server tells, ``slowdown`` its times with all replicas loaded over
-    those alone, ``counts`` whether it says how long prompts are.
+    ``reported`` is the capacity the server reports, ``slowdown`` its times with all replicas loaded
+    over those alone, ``counts`` whether it says how long prompts are.
     """
-    found = dict(told or {})
+    found = dict(reported or {})
     first = surveys[0]
     found["chunk_size"] = (first.token_budget, first.budget_source)
     cap = max((s.batch_cap or 0 for s in surveys), default=0)
@@ -202,32 +202,34 @@ def calibrated(
 def _warnings(
     found: Calibrated, surveys: Sequence[Survey], undetermined: Sequence[str], *, counts: bool
 ) -> list[str]:
-    said = []
+    notes = []
     spread = max(s.spread for s in surveys)
     if spread > NOISY:
-        said.append(
+        notes.append(
             f"repeats of one measurement differ by {spread:.0%} typically: the machine was noisy, "
             "calibrate again when nothing else runs on it"
         )
     few = min(s.fewest for s in surveys)
     if few < FEW_SAMPLES:
-        said.append(f"some measurements were made only {few} time{'s' * (few > 1)}: raise --budget")
+        notes.append(
+            f"some measurements were made only {few} time{'s' * (few > 1)}: raise --budget"
+        )
     if found.interference is not None and found.interference > INTERFERES:
-        said.append(
+        notes.append(
             f"with all replicas at work it takes {found.interference:.2f} times as long: they "
             "share a machine; --together measures them under load"
         )
     if undetermined:
-        said.append(f"nothing was measured that shows {', '.join(undetermined)}")
+        notes.append(f"nothing was measured that shows {', '.join(undetermined)}")
     if not counts:
-        said.append("the server does not count the tokens of prompts: a token per word is assumed")
+        notes.append("the server does not count the tokens of prompts: a token per word is assumed")
     left_out = {text for s in surveys for text in s.left_out}
     if left_out:
-        said.append(
+        notes.append(
             f"{len(left_out)} measurements were left out, e.g. {min(left_out)}; "
             "a larger --budget has them"
         )
-    return said
+    return notes
 
 
 async def interference(endpoints: Sequence[Endpoint]) -> list[float | None]:

@@ -82,10 +82,10 @@ def calibrate_log(
 ) -> Calibration:
     """Calibrate every replica of a log. ``known``: what is known of the servers.
 
-    ``same``: the replicas are equal, fit one cost model to all. ``progress`` is told the percent
+    ``same``: the replicas are equal, fit one cost model to all. ``progress`` gets the percent
     that are done.
     """
-    tell = progress or (lambda _: None)
+    report = progress or (lambda _: None)
     numbers = sorted(set(recorded.outcomes["replica"].tolist()))
     if numbers != list(range(len(numbers))):
         missing = next(k for k in range(len(numbers) + 1) if k not in numbers)
@@ -106,7 +106,7 @@ def calibrate_log(
             )
         name = f"replica {group[0]}" if len(group) == 1 else f"replicas {group[0]} to {group[-1]}"
         found.append(_calibrated(name, parts, known))
-        tell(int(100 * (done + 1) / len(groups)))
+        report(int(100 * (done + 1) / len(groups)))
     return Calibration("decision log", tuple(found))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of an endpoint, and what its answers say about iterations.
+"""Probes of an endpoint, and what their responses say about iterations.
 
 Two kinds of probes: a lone prompt whose first token is waited for (``outputs`` = 1), and a batch of
 prompts that answer side by side, of which only the time counts during which all of them do.
@@ -98,7 +98,7 @@ class Reply:
 
     sent_s: float
     times_s: Floats
-    """When each token came [n]."""
+    """Arrival time of each token [n]."""
     prompt_tokens: int
     """As the server counts."""
     cached_tokens: int = 0
@@ -106,7 +106,7 @@ class Reply:
 
 
 class Endpoint(Protocol):
-    """A server that can be asked."""
+    """A server that can be probed."""
 
     async def ask(self, probe: Probe) -> list[Reply]:
         """Send the prompts of a probe at once, each unlike any before, and wait for all answers."""

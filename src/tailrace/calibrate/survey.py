@@ -67,7 +67,7 @@ class Survey:
 
 
 async def survey(endpoint: Endpoint, limits: Limits, progress: Progress | None = None) -> Survey:
-    """Measure an endpoint that nobody else uses; ``progress`` is told the share that is done."""
+    """Measure an endpoint without other traffic; ``progress`` gets the share that is done."""
     return await _Surveyor(endpoint, limits, progress or (lambda _: None)).run()
 
 

@@ -133,11 +133,11 @@ def command(
         )
     if out is not None:
         write(result, out)
-    figures = result.summary(warmup)
+    metrics = result.summary(warmup)
     if as_json:
         console.print_json(
             {"url": url, "workload": scenario.workload, "rate_rps": rate, "seed": seed,
-             "prompt_lengths_by": result.calibration, "summary": figures}
+             "prompt_lengths_by": result.calibration, "summary": metrics}
         )  # fmt: skip
         return
     from tailrace.terminal.loads import print_load

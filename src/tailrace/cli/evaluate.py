@@ -235,11 +235,11 @@ def _interruptible(
     plan: "EvaluationPlan", output: Path | None
 ) -> Iterator[Callable[[int, int], None]]:
     """Say on Ctrl-C what is kept, and on the way what was there already."""
-    state = {"done": 0, "told": 0}
+    state = {"done": 0, "shown": 0}
 
     def note(done: int, kept: int) -> None:
-        if kept and not state["told"]:
-            state["told"] = 1
+        if kept and not state["shown"]:
+            state["shown"] = 1
             click.echo(f"{kept} cells are in {output} already", err=True)
         state["done"] = done
 

@@ -106,7 +106,7 @@ def command(
     if resume is not None:
         folder, sweep = resume, sweeps.load(resume)
     else:
-        sweep = _asked(**given)
+        sweep = _sweep_of(**given)
         name = sweep.preset or sweep.over.get("name", "custom")
         folder = output or Path("runs") / f"sweep-{name}-{given['seed']}"
         sweeps.begin(folder, sweep)
@@ -126,7 +126,7 @@ def command(
         _print(folder, results)
 
 
-def _asked(
+def _sweep_of(
     preset: str | None,
     config: Path | None,
     scenarios: tuple[str, ...],

@@ -106,11 +106,11 @@ def command(
     leaves all of them usable.
     """
     own = cluster is not None or workload is not None
-    asked = (
+    taken = (
         preset, config, scenarios or None, start, cluster, workload, env, serve, seed, updates,
         assignments or None, output,
     )  # fmt: skip
-    if resume is not None and any(value is not None for value in asked):
+    if resume is not None and any(value is not None for value in taken):
         raise TailraceError(
             "--resume goes on with a run as it was begun; it takes no other settings but --jobs"
         )

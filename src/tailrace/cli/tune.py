@@ -175,11 +175,11 @@ def _tune_learning(
         console.progress(f"tuning {name}", total, enabled=show) as update,
     ):
         if name == LINEAR:
-            figures = save_linear(output, traffics, pool, generations, update)
+            metrics = save_linear(output, traffics, pool, generations, update)
         else:
-            figures = save_predictor(output, traffics, pool, rounds, update)
+            metrics = save_predictor(output, traffics, pool, rounds, update)
     if as_json:
-        console.print_json({"name": name, "file": output, **figures})
+        console.print_json({"name": name, "file": output, **metrics})
     else:
-        facts = ", ".join(f"{key} {value:.4g}" for key, value in figures.items())
+        facts = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
         click.echo(f"{name} written to {output}: {facts}")

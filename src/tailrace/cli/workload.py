@@ -72,11 +72,11 @@ def stats_command(name: str, seed: int, as_json: bool, **settings: Any) -> None:
     from tailrace.workload.library import from_settings
     from tailrace.workload.stats import statistics
 
-    figures = statistics(from_settings(workload, workload.rate, seed))
+    found = statistics(from_settings(workload, workload.rate, seed))
     if as_json:
-        console.print_json(figures)
+        console.print_json(found)
     else:
-        print_statistics(console.stdout(), name, figures)
+        print_statistics(console.stdout(), name, found)
 
 
 @command.command("write")

@@ -14,7 +14,7 @@ class Job:
     request: Request
     answer: bytes
     """All tokens of its output, four bytes each."""
-    told: Callable[["Job", bool], None]
+    on_token: Callable[["Job", bool], None]
     """Called with (job, whether it was the last) after every token."""
     prompt_tokens: int
     output_tokens: int

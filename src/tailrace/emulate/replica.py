@@ -1,6 +1,6 @@
 """One emulated replica: a server of the reference simulator whose iterations are waited for.
 
-Its state depends on the moments at which requests came and on nothing else: iterations end at the
+Its state depends on the arrival times of requests only: iterations end at the
 times the simulator says, and whatever is late is caught up with before anything else happens. A
 busy machine can delay a token on its way out, but neither shift the next iteration nor add up.
 """
@@ -97,15 +97,15 @@ class EmulatedReplica:
         self,
         prompt: bytes,
         answer: bytes,
-        told: Callable[[Job, bool], None],
+        on_token: Callable[[Job, bool], None],
         finish_reason: str = "length",
     ) -> Job:
-        """A prompt arrives now; ``told`` hears of every token of ``answer``."""
+        """A prompt arrives now; ``on_token`` is called for every token of ``answer``."""
         now = self.catch_up()
         prompt_tokens, output_tokens = tokenizer.count(prompt), tokenizer.count(answer)
         request = Request(self._next_id, prompt_tokens, output_tokens, now, now)
         self._next_id += 1
-        job = Job(request, answer, told, prompt_tokens, output_tokens, finish_reason)
+        job = Job(request, answer, on_token, prompt_tokens, output_tokens, finish_reason)
         self._jobs[request.id] = job
         if self._names_blocks:
             names = chained_names(prompt + answer, self.config.block_size)
@@ -221,9 +221,9 @@ class EmulatedReplica:
             self.server.scheduler.batch_ended(batch)
             self.meter.iteration(batch.total_tokens, batch.prefill_tokens, len(news), now - end_s)
             for job in news:
-                self._tell(job, end_s)
+                self._emit(job, end_s)
 
-    def _tell(self, job: Job, now: float) -> None:
+    def _emit(self, job: Job, now: float) -> None:
         self.meter.token(job.request.arrived_s, job.last_s, now)
         if job.first_s is None:
             job.first_s = now
@@ -232,7 +232,7 @@ class EmulatedReplica:
         if is_last:
             self._leave(job)
             self.meter.finished(job)
-        job.told(job, is_last)
+        job.on_token(job, is_last)
 
     def _leave(self, job: Job) -> None:
         del self._jobs[job.request.id]

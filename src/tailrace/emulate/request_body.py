@@ -121,11 +121,11 @@ def _output(
         wanted = _whole(body.get(OUTPUT_FIELD), OUTPUT_FIELD)
     room = served.max_model_len - prompt
     if room < max(1, limit or 1):
-        asked = f" and {limit} output tokens" if limit else ""
+        outputs = f" and {limit} output tokens" if limit else ""
         raise ApiError(
             400,
             f"This model's maximum context length is {served.max_model_len} tokens. However, you "
-            f"requested {prompt} input tokens{asked}. Please reduce the length of the input.",
+            f"requested {prompt} input tokens{outputs}. Please reduce the length of the input.",
         )
     if limit is None:
         limit = room if chat or wanted is not None else min(COMPLETION_TOKENS, room)

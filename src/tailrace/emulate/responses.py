@@ -37,14 +37,14 @@ class Generation:
         self,
         client: EmulatedConnection,
         head: RequestHead,
-        asked: GenerationRequest,
+        wanted: GenerationRequest,
         response_id: str,
         served: Served,
     ) -> None:
         self._client = client
         self._head = head
-        self._asked = asked
-        kind = self.kinds[asked.chat]
+        self._wanted = wanted
+        kind = self.kinds[wanted.chat]
         self._about = {
             "id": response_id, "object": kind, "created": int(time.time()), "model": served.model
         }  # fmt: skip
@@ -55,11 +55,11 @@ class Generation:
 
     def submit(self, replica: EmulatedReplica) -> None:
         """Start generating."""
-        asked = self._asked
-        job = replica.submit(asked.prompt, asked.answer, self.told, asked.finish_reason)
+        wanted = self._wanted
+        job = replica.submit(wanted.prompt, wanted.answer, self.on_token, wanted.finish_reason)
         self._abort = lambda: replica.abort(job)
 
-    def told(self, job: Job, is_last: bool) -> None:
+    def on_token(self, job: Job, is_last: bool) -> None:
         """Take in the latest token."""
         raise NotImplementedError
 
@@ -83,11 +83,11 @@ class Streamed(Generation):
         self,
         client: EmulatedConnection,
         head: RequestHead,
-        asked: GenerationRequest,
+        wanted: GenerationRequest,
         response_id: str,
         served: Served,
     ) -> None:
-        super().__init__(client, head, asked, response_id, served)
+        super().__init__(client, head, wanted, response_id, served)
         self._merged, self._held = served.tokens_per_event, b""
         self._framed = not head.http10
         # Like vLLM, which sends status 200 before it begins to work.
@@ -99,10 +99,10 @@ class Streamed(Generation):
         if self._framed:
             self._before, self._after = b"%x\r\n%b" % (length, before), after + b"\r\n"
 
-    def told(self, job: Job, is_last: bool) -> None:
+    def on_token(self, job: Job, is_last: bool) -> None:
         """Send the latest token, and the end of the stream after the last."""
         parts: list[bytes] = []
-        if job.request.generated == 1 and self._asked.chat:
+        if job.request.generated == 1 and self._wanted.chat:
             parts.append(self._frame(self._role_event()))
         if not is_last:
             if self._merged == 1 or job.request.generated == 1:
@@ -116,8 +116,8 @@ class Streamed(Generation):
             self._client.write(parts[0] if len(parts) == 1 else b"".join(parts))
             return
         text = (self._held + job.token).decode()
-        parts.append(self._frame(self._event(text, self._asked.finish_reason)))
-        if self._asked.include_usage:
+        parts.append(self._frame(self._event(text, self._wanted.finish_reason)))
+        if self._wanted.include_usage:
             parts.append(self._frame(_data(self._about | {"choices": [], "usage": usage(job)})))
         parts.append(self._frame(_DONE))
         self._client.end_stream(self._head, b"".join(parts))
@@ -132,12 +132,12 @@ class Streamed(Generation):
 
     def _event(self, token: str, finish_reason: str | None) -> bytes:
         choice: dict[str, Any] = {"index": 0}
-        if self._asked.chat:
+        if self._wanted.chat:
             choice["delta"] = {"content": "\x01"}
         else:
             choice["text"] = "\x01"
         choice |= {"logprobs": None, "finish_reason": finish_reason, "stop_reason": None}
-        if not self._asked.chat:
+        if not self._wanted.chat:
             choice["prompt_token_ids"] = None
         choice["token_ids"] = None
         return _data(self._about | {"choices": [choice]}).replace(b"\\u0001", token.encode())
@@ -146,19 +146,19 @@ class Streamed(Generation):
 class Whole(Generation):
     """A response in one piece."""
 
-    def told(self, job: Job, is_last: bool) -> None:
+    def on_token(self, job: Job, is_last: bool) -> None:
         """Reply after the last token."""
         if not is_last:
             return
         text = tokenizer.decode(job.answer)
         choice: dict[str, Any] = {"index": 0}
-        if self._asked.chat:
+        if self._wanted.chat:
             choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
         else:
             choice["text"] = text
         choice |= {
             "logprobs": None,
-            "finish_reason": self._asked.finish_reason,
+            "finish_reason": self._wanted.finish_reason,
             "stop_reason": None,
         }
         body = self._about | {"choices": [choice], "usage": usage(job)}

@@ -61,11 +61,11 @@ class EmulatedService(Listener):
 
     def _generate(self, client: EmulatedConnection, request: HttpRequest, *, chat: bool) -> Work:
         body = read_object(request.body)
-        asked = read_generation(body, request.head.lower, self._served, chat=chat)
+        wanted = read_generation(body, request.head.lower, self._served, chat=chat)
         prefix = "chatcmpl" if chat else "cmpl"
         response_id = f"{prefix}-{self.replica.number:02x}{next(self._ids):014x}"
-        form = Streamed if asked.streams else Whole
-        generation = form(client, request.head, asked, response_id, self._served)
+        form = Streamed if wanted.streams else Whole
+        generation = form(client, request.head, wanted, response_id, self._served)
         generation.submit(self.replica)
         return generation
 

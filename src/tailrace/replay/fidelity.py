@@ -103,10 +103,12 @@ def fidelity(
         if counts.any():
             was[name], now[name] = real[counts], simulated[counts]
             latencies.append(agreement(name, was[name], now[name]))
-    told = before["cached_tokens"] >= 0
+    reported = before["cached_tokens"] >= 0
     prompt = result.table.rows["prompt_tokens"].astype(np.float64)
     real_hits = (
-        float(before["cached_tokens"][told].sum() / prompt[told].sum()) if told.any() else None
+        float(before["cached_tokens"][reported].sum() / prompt[reported].sum())
+        if reported.any()
+        else None
     )
     hits = float(done["cached_tokens"].sum() / prompt.sum())
     return Fidelity(tuple(latencies), real_hits, hits, was, now)

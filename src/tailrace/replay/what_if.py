@@ -69,7 +69,7 @@ def what_if(
     """Simulate a table under each policy with each number of replicas, the cheapest policy first.
 
     ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all.
-    ``progress`` is told how many runs are done.
+    ``progress`` gets how many runs are done.
     """
     router, engine = router or RouterSettings(), engine or Engine()
     clusters = {size: resized(cluster, size) for size in dict.fromkeys(sizes)}

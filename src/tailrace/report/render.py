@@ -27,7 +27,7 @@ def render(
 ) -> str:
     """Return the report; ``command`` is what made it."""
     commands = (evaluate_command(results), command)
-    said = content(results, replays, method(results, replays, commands, made(results)))
+    report = content(results, replays, method(results, replays, commands, made(results)))
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=not markdown,
@@ -43,7 +43,7 @@ def render(
         Markup((TEMPLATES / file).read_text(encoding="utf-8"))
         for file in ("style.css", "script.js")
     )
-    return environment.get_template(name).render(report=said, css=css, script=script)
+    return environment.get_template(name).render(report=report, css=css, script=script)
 
 
 def markdown_cell(text: str) -> str:

@@ -135,7 +135,7 @@ def _add_chunk(server, processed, chunk):
 @jit
 def _form_sarathi(server, slots, phase, kv, requests, content, now):
     """Form a sarathi batch: decodes, then prompts in order; blocks for whole prompts."""
-    _book_decode_blocks(server, slots, phase, kv, requests, content)
+    _allocate_decode_blocks(server, slots, phase, kv, requests, content)
     _decodes_take_part(server)
     budget = server["chunk_size"] - server["tokens"]
     if server["n_slots"] > server["n_decodes"]:
@@ -160,7 +160,7 @@ def _form_sarathi(server, slots, phase, kv, requests, content, now):
 
 
 @jit
-def _book_decode_blocks(server, slots, phase, kv, requests, content):
+def _allocate_decode_blocks(server, slots, phase, kv, requests, content):
     """Give sarathi's and vllm's decodes a free block each before they run, needed or not."""
     if server["n_decodes"] == 0:
         return
@@ -223,7 +223,7 @@ def _form_vllm(server, slots, phase, kv, requests, content, now):
         _add_chunk(server, 0, prompt)
         admitted += 1
     if admitted == 0:
-        _book_decode_blocks(server, slots, phase, kv, requests, content)
+        _allocate_decode_blocks(server, slots, phase, kv, requests, content)
         _decodes_take_part(server)
 
 

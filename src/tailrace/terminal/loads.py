@@ -1,4 +1,4 @@
-"""The figures of a load, for people."""
+"""Metrics of a load as a table."""
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,7 @@ def print_load(
     console: Console, name: str, rate: float | None, result: LoadResult, warmup: float = 0.0
 ) -> None:
     """Print the summary of a load; ``rate`` in requests/s, None: the traffic's own."""
-    figures = result.summary(warmup)
+    metrics = result.summary(warmup)
     pace = "its own pace" if rate is None else f"{rate:.3g} requests/s"
     console.print(Text(f"{name} at {pace}", style="bold"))
     console.print()
@@ -27,12 +27,12 @@ def print_load(
     for title in ("", *(title for _, title in STATISTICS)):
         table.add_column(title, justify="right")
     for label, unit, key, scale in _LATENCIES:
-        values = [figures[f"{key}_{field}"] for field, _ in STATISTICS]
+        values = [metrics[f"{key}_{field}"] for field, _ in STATISTICS]
         table.add_row(label, unit, *(number(None if v is None else v * scale) for v in values))
     console.print(table)
     console.print()
     facts = Table(box=None, pad_edge=False, show_header=False)
-    for label, value in _facts(figures, result):
+    for label, value in _facts(metrics, result):
         facts.add_row(label, Text(value))
     console.print(facts)
     if result.is_late:
@@ -45,13 +45,13 @@ def print_load(
         )
 
 
-def _facts(figures: dict[str, object], result: LoadResult) -> list[tuple[str, str]]:
+def _facts(metrics: dict[str, object], result: LoadResult) -> list[tuple[str, str]]:
     def at(key: str, scale: float = 1.0) -> str:
-        value = figures[key]
+        value = metrics[key]
         return number(value * scale if isinstance(value, int | float) else None)
 
     facts = [
-        ("requests", (f"{figures['finished']} of {figures['requests']} finished "
+        ("requests", (f"{metrics['finished']} of {metrics['requests']} finished "
                      f"in {at('duration_s')} s")),
         ("throughput", (f"{at('requests_per_s')} requests/s, {at('output_tokens_per_s')} output "
                        "tokens/s")),
@@ -63,10 +63,10 @@ def _facts(figures: dict[str, object], result: LoadResult) -> list[tuple[str, st
         ("generator late by", (f"{at('lateness_s_p50', 1e3)} ms (P50), "
                               f"{at('lateness_s_p99', 1e3)} ms (P99), "
                               f"{at('lateness_s_max', 1e3)} ms at most")),
-        ("connections", str(figures["connections"])),
+        ("connections", str(metrics["connections"])),
     ]  # fmt: skip
     if result.labels:
-        shares = figures["replica_share"]
+        shares = metrics["replica_share"]
         assert isinstance(shares, dict)
         facts.append(("shares", ", ".join(f"{name} {percent(k)}" for name, k in shares.items())))
     if result.failures:

@@ -55,10 +55,10 @@ def _price(trial: Trial | None) -> float:
 
 
 def _aim(found: Sequence[Trial | None], wanted: Wanted) -> Column:
-    """Return the targets that were told if there was a choice, else the shares that met theirs."""
+    """Return the targets that were used if there was a choice, else the shares that met theirs."""
     if wanted.targets_s:
-        told = [number(t.target_s) if t else UNKNOWN for t in found]
-        return Column(("target", "s"), told)
+        targets = [number(t.target_s) if t else UNKNOWN for t in found]
+        return Column(("target", "s"), targets)
     return Column(("within", "SLO"), [_share(t) for t in found])
 
 

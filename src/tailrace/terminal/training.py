@@ -31,7 +31,7 @@ class LiveWatcher:
     """Shows the latest steps, and a bar with the time left; lines of text if nobody looks."""
 
     def __init__(self, show: bool) -> None:
-        """Show nothing at all if told so."""
+        """Print nothing unless ``show``."""
         self._show = show
         self._terminal = show and sys.stderr.isatty()
         self._console = Console(file=sys.stderr)
@@ -82,10 +82,10 @@ class LiveWatcher:
         self._bar.update(self._tasks, completed=done, total=total)
         self._refresh()
 
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         """A step is over."""
         now = time.monotonic()
-        self._rows = [*self._rows, (step, figures)][-LINES:]
+        self._rows = [*self._rows, (step, metrics)][-LINES:]
         left = ""
         if self._first_step is None:
             self._first_step = (now, step)
@@ -95,14 +95,14 @@ class LiveWatcher:
         self._bar.update(self._steps, completed=step, total=steps, left=left)
         self._refresh()
         if self._show and not self._terminal:
-            told = ", ".join(
-                f"{heading} {figures[name]:{form}}"
+            shown = ", ".join(
+                f"{heading} {metrics[name]:{form}}"
                 for name, heading, form in FIGURES
-                if name in figures
+                if name in metrics
             )
             begun = _minutes(now - self._started)
             print(
-                f"{begun} step {step}/{steps} {figures['phase']}: {told}",
+                f"{begun} step {step}/{steps} {metrics['phase']}: {shown}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -117,10 +117,10 @@ class LiveWatcher:
         table.add_column("phase")
         for _, heading, _ in FIGURES:
             table.add_column(heading, justify="right")
-        for step, figures in self._rows:
-            cells = [f"{figures[n]:{form}}" if n in figures else "" for n, _, form in FIGURES]
-            mark = " *" if figures.get("best") else ""
-            table.add_row(str(step), str(figures["phase"]) + mark, *cells)
+        for step, metrics in self._rows:
+            cells = [f"{metrics[n]:{form}}" if n in metrics else "" for n, _, form in FIGURES]
+            mark = " *" if metrics.get("best") else ""
+            table.add_row(str(step), str(metrics["phase"]) + mark, *cells)
         return Group(table, self._bar)
 
 

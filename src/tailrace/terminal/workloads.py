@@ -10,20 +10,20 @@ from tailrace.terminal.listings import print_record
 from tailrace.terminal.tables import number
 
 
-def print_statistics(console: Console, name: str, figures: Mapping[str, Any]) -> None:
+def print_statistics(console: Console, name: str, found: Mapping[str, Any]) -> None:
     """Print what :func:`tailrace.workload.stats.statistics` returned."""
-    idc = ", ".join(f"{number(value)} in {window}" for window, value in figures["idc"].items())
+    idc = ", ".join(f"{number(value)} in {window}" for window, value in found["idc"].items())
     fields = {
-        "requests": f"{figures['requests']} in {figures['span_s']:.1f} s",
-        "rate": f"{number(figures['rate_rps'])} requests/s",
-        "gaps": f"coefficient of variation {number(figures['gap_cv'])}",
+        "requests": f"{found['requests']} in {found['span_s']:.1f} s",
+        "rate": f"{number(found['rate_rps'])} requests/s",
+        "gaps": f"coefficient of variation {number(found['gap_cv'])}",
         "dispersion": f"{idc} (variance / mean of counts; Poisson: 1)",
         "repeated": (
-            f"{100 * figures['repeated_share']:.1f} % of prompt tokens stood in an earlier prompt, "
-            f"{100 * figures['repeated_share_with_answers']:.1f} % in an earlier prompt or answer"
+            f"{100 * found['repeated_share']:.1f} % of prompt tokens stood in an earlier prompt, "
+            f"{100 * found['repeated_share_with_answers']:.1f} % in an earlier prompt or answer"
         ),
     }
-    sessions = figures["sessions"]
+    sessions = found["sessions"]
     if sessions:
         fields["sessions"] = (
             f"{sessions['count']} of {sessions['turns_mean']:.1f} turns, "
@@ -32,7 +32,7 @@ def print_statistics(console: Console, name: str, figures: Mapping[str, Any]) ->
     print_record(console, name, fields)
     console.print()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    lengths = {"prompt": figures["prompt_tokens"], "output": figures["output_tokens"]}
+    lengths = {"prompt": found["prompt_tokens"], "output": found["output_tokens"]}
     quantiles = list(lengths["prompt"]["quantiles"])
     table.add_column("tokens")
     for heading in ("mean", "min", *quantiles, "max"):

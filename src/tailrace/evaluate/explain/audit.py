@@ -23,7 +23,7 @@ from tailrace.seeds import generator
 Array = NDArray[np.float64]
 Array32 = NDArray[np.float32]
 
-#: Exchanges per feature; the figures are means over them.
+#: Exchanges per feature; results are means over them.
 REPEATS = 3
 #: A feature whose values differ by less than this is constant.
 CONSTANT = 1e-6

@@ -1,8 +1,8 @@
 """What a policy does differently from a rule: where their choices deviate, and why.
 
-While the policy routes a scenario, the rule is asked on the side what it would do with some of the
-requests, evenly spaced. Equal scores of the rule count as agreement. A rule that is a network with
-a memory is asked with an empty one: it did not see what came before.
+While the policy routes a scenario, the rule decides some of the requests too, evenly spaced, and
+its choices are only recorded. Equal scores of the rule count as agreement. A rule that is a network
+with a memory decides with an empty one: it did not see the decisions before.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,7 +46,7 @@ OWN = tuple(k for k, f in enumerate(REPLICA_FEATURES) if "_vs_" not in f.name)
 
 @dataclass(frozen=True)
 class Question:
-    """A policy that routes, and a rule that is asked, both by their specs."""
+    """A policy that routes, and a rule that only decides, both by their specs."""
 
     traffic: Traffic
     policy: str

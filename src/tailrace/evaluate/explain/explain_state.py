@@ -28,7 +28,7 @@ from tailrace.view.records import View
 REASONS = 4
 #: Rules that draw lots, take turns or hash content: a state says nothing of these.
 NOT_ASKED = ("random", "round_robin", "power_of_two", "prefix_hash", "dual_map")
-#: Features that compare a replica with the others tell of the same quantity as this one itself.
+#: Features that compare a replica with the others show the same quantity as this one.
 _COMPARISON = re.compile(r"_vs_(mean|best)$")
 
 
@@ -102,7 +102,7 @@ def explain_state(policy: LearnedPolicy, state: State, name: str) -> StateExplan
 
 
 def _rules(view: View, mask: NDArray[np.bool_]) -> dict[str, tuple[int, ...]]:
-    """The replicas of least score by every rule that can be asked."""
+    """The replicas of least score by every rule that runs outside the simulator."""
     found = {}
     for rule in registry.rules():
         if rule.in_engine or rule.name in NOT_ASKED:

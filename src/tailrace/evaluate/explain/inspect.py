@@ -193,7 +193,7 @@ class _Watcher:
 
     def __init__(self, policy: LearnedPolicy, simulation: Simulation) -> None:
         self._policy = policy
-        self._twin = policy.copy()  # asked on the side, so that the memory stays as it is
+        self._twin = policy.copy()  # decides without routing, so that the memory stays as it is
         self._simulation = simulation
         self._rules = [BuiltinPolicy(r) for r in registry.rules() if r.name not in BLIND]
         self._seen: list[tuple[NDArray[Any], ...]] = []

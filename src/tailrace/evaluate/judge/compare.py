@@ -63,7 +63,7 @@ def compare(
 ) -> Comparison:
     """Run every policy on every seed and rank them by composite cost.
 
-    ``jobs`` processes work side by side (default: one per core); ``progress`` is told how many runs
+    ``jobs`` processes work side by side (default: one per core); ``progress`` gets how many runs
     are done. The reference joins the policies if it is not among them. ``play`` is the engine, if
     not the simulator.
     """

@@ -135,7 +135,7 @@ def play(
     jobs: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Replays:
-    """Play what the plots need; ``progress`` is told how many tasks are done."""
+    """Play what the plots need; ``progress`` gets how many tasks are done."""
     found: list[Found] = []
     with WorkerPool(jobs) as pool:
         for done, (_, part) in enumerate(pool.run(work, tasks), start=1):
@@ -144,11 +144,11 @@ def play(
                 progress(done)
     runs = tuple(f for f in found if isinstance(f, Replay))
     order = {name: k for k, name in enumerate(results.grid.scenarios)}
-    asked = [f for f in found if isinstance(f, Decisions)]
+    decisions = [f for f in found if isinstance(f, Decisions)]
     return Replays(
         runs=runs,
         loads=tuple(f for f in found if isinstance(f, LoadPoint)),
-        decisions=tuple(sorted(asked, key=lambda d: order[d.scenario])),
+        decisions=tuple(sorted(decisions, key=lambda d: order[d.scenario])),
         unlike=tuple(f"{r.policy} on {r.scenario}" for r in runs if not is_as_measured(results, r)),
         left_out=tuple(n for n in results.grid.scenarios if results.scenario(n) is None),
         load_seeds=results.data.seeds[:LOAD_SEEDS],
@@ -221,10 +221,10 @@ def _loads(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTask]:
 
 
 def _questions(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTask]:
-    """Where the subject differs from the best single rule, if both can be asked on the side."""
+    """Where the subject differs from the best single rule, if both can decide without routing."""
     rule, subject = results.data.best_single, results.subject
     specs = {name: results.standing[name].spec for name in (rule, subject)}
-    if rule == subject or not all(can_be_asked(spec) for spec in specs.values()):
+    if rule == subject or not all(can_decide_aside(spec) for spec in specs.values()):
         return
     for scenario in there:
         if uses_reference(scenario.cluster, scenario.engine):
@@ -234,8 +234,8 @@ def _questions(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTa
         yield ReplayTask(traffic, (), results.data.warmup_fraction, question=question)
 
 
-def can_be_asked(spec: str) -> bool:
-    """Whether a policy can be asked what it would do without telling it what happened since."""
+def can_decide_aside(spec: str) -> bool:
+    """Whether a policy needs nothing but the view, so that it can decide without routing."""
     policy = registry.get(spec)
     return isinstance(policy, BuiltinPolicy) and not policy.rule.in_engine
 
@@ -265,11 +265,11 @@ def _quantiles(seconds: Array) -> Array:
 def timeline(result: SimResult) -> Timeline:
     """Return a run over time, until most requests have arrived and it begins to run out."""
     done = result.requests
-    came = np.isfinite(done["arrived_s"])
-    arrived = done["arrived_s"][came]
-    replica = done["replica"][came]
+    arrives = np.isfinite(done["arrived_s"])
+    arrived = done["arrived_s"][arrives]
+    replica = done["replica"][arrives]
     first = np.where(np.isfinite(done["first_token_s"]), done["first_token_s"], done["finished_s"])[
-        came
+        arrives
     ]
     answered = np.where(np.isfinite(first), first, np.inf)
     end = float(np.quantile(arrived, RUN_OUT)) if len(arrived) else 0.0

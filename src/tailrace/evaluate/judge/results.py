@@ -40,7 +40,7 @@ _RATIOS = ("cost", "p99_ttft", "mean_e2e", "throughput")
 
 
 class _Part(BaseModel):
-    """Part of the file. A number is null where no request could tell."""
+    """Part of the file. A number is null where no request shows it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 

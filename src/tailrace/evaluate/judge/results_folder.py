@@ -133,7 +133,7 @@ def _grid(path: Path, data: ResultsFile) -> Grid:
 
 
 def _check_same(results: Results) -> None:
-    """Raise unless both files tell the same of the subject: one may be of an older evaluation."""
+    """Raise unless both files agree on the subject: one may be of an older evaluation."""
     claimed = results.standing[results.subject].vs_best_single
     if claimed.policy not in results.grid.policies:
         raise damaged(results.folder / JSON, f"no policy is called '{claimed.policy}'")

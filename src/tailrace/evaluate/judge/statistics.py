@@ -59,7 +59,7 @@ class Grid:
         )
 
     def values(self, metric: str) -> Array:
-        """Return a metric of every cell [S, P, K]; NaN where no request could tell, or if it is 0.
+        """Return a metric of every cell [S, P, K]; NaN where no request shows it, or if it is 0.
 
         A ratio with such a cell in it is NaN as well: it is never left out in silence.
         """

@@ -177,7 +177,7 @@ def evaluate(
 ) -> Evaluation:
     """Do an evaluation; its cells are kept in ``folder`` and used again.
 
-    ``progress`` is told how many cells are there, and how many of them were there before.
+    ``progress`` gets how many cells are there, and how many of them were there before.
     """
     names = [s.name for s in plan.scenarios]
     cells = gather(plan.batches, plan.measure, folder, jobs=jobs, progress=progress, player=player)

@@ -194,7 +194,7 @@ def gather(
 ) -> list[Cell]:
     """Return all cells of the batches, from ``folder`` or else measured now and kept there.
 
-    ``progress`` is told how many cells are there, and how many of them were there before.
+    ``progress`` gets how many cells are there, and how many of them were there before.
     """
     cells: list[Cell] = []
     tasks: list[CellTask] = []

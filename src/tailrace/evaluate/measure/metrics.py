@@ -1,4 +1,4 @@
-"""From the times of requests to the figures people compare: latencies, throughput, SLOs, cost."""
+"""Metrics of a run from the times of its requests: latencies, throughput, SLOs, cost."""
 
 from dataclasses import dataclass
 
@@ -40,7 +40,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in figures. What no request can tell is None, never NaN."""
+    """The metrics of one run. What no request can show is None, never NaN."""
 
     requests: int  #: counted here, after warm-up
     finished: int

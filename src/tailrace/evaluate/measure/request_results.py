@@ -18,7 +18,7 @@ STATUS_NAMES = ("pending", "finished", "failed")
 
 
 def request_columns(result: SimResult) -> pa.Table:
-    """Return one row per request, in table order; a time that never came is null."""
+    """Return one row per request, in table order; a time that does not exist is null."""
     rows, done = result.table.rows, result.requests
     times = request_times(result)
     columns: dict[str, Any] = {"request": np.arange(len(rows))}

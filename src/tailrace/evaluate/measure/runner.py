@@ -72,7 +72,7 @@ def run(
     record_batches: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> SimResult:
-    """Simulate a scenario with one policy; ``progress`` is told how many requests have ended."""
+    """Simulate a scenario with one policy; ``progress`` gets how many requests have ended."""
     return simulate(
         scenario.cluster,
         traffic(scenario, rate, seed),

@@ -84,7 +84,7 @@ def max_load(
     """Find the highest rate at which a policy stays within all objectives, by bisection.
 
     Every rate is tried on traffic from the same seed, of at least MIN_PROBE_REQUESTS requests
-    (REFERENCE_REQUESTS on the reference engine). ``progress`` is told each step.
+    (REFERENCE_REQUESTS on the reference engine). ``progress`` gets each step.
     """
     policy_for(scenario, policy)
     if not objectives:

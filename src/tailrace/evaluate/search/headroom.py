@@ -332,30 +332,30 @@ def _verdicts(found: Headroom) -> list[str]:
 def _ceiling_verdict(found: Headroom) -> str:
     teacher = found.teacher
     share = "" if teacher.share is None else f" ({teacher.share:+.1%})"
-    told = f"{teacher.policy} gets {teacher.difference:+.4g} per decision{share}"
+    finding = f"{teacher.policy} gets {teacher.difference:+.4g} per decision{share}"
     if found.at_ceiling:
         return (
-            f"The best rule, {found.best_rule}, is the ceiling of this reward: {told}. A policy "
+            f"The best rule, {found.best_rule}, is the ceiling of this reward: {finding}. A policy "
             "can at best imitate it; reward something else."
         )
     if not teacher.is_real:
         return (
-            f"Beyond the look-ahead: {told} against the best rule, {found.best_rule}, but a "
+            f"Beyond the look-ahead: {finding} against the best rule, {found.best_rule}, but a "
             "given policy gets more."
         )
-    return f"There is room above the best rule, {found.best_rule}: {told} against it."
+    return f"There is room above the best rule, {found.best_rule}: {finding} against it."
 
 
 def _ranking_verdict(found: Headroom) -> str:
     if found.spearman is None:
         return "All policies cost the same here, so the ranking says nothing."
-    told = f"rank correlation {found.spearman:.2f}"
+    finding = f"rank correlation {found.spearman:.2f}"
     if found.spearman >= SAME_RANKING:
-        return f"It ranks policies as the composite cost does ({told})."
+        return f"It ranks policies as the composite cost does ({finding})."
     if found.spearman >= SIMILAR_RANKING:
-        return f"It ranks policies much as the composite cost does ({told})."
+        return f"It ranks policies much as the composite cost does ({finding})."
     return (
-        f"It ranks policies otherwise than the composite cost ({told}): "
+        f"It ranks policies otherwise than the composite cost ({finding}): "
         "more of it need not mean lower latency."
     )
 
@@ -363,5 +363,5 @@ def _ranking_verdict(found: Headroom) -> str:
 def _bound_verdict(found: Headroom) -> list[str]:
     if found.at_bound <= MAX_AT_BOUND:
         return []
-    told = f"Up to {found.at_bound:.0%} of a policy's rewards are at the bound"
-    return [f"{told}: widen it, or bad and very bad decisions look the same."]
+    finding = f"Up to {found.at_bound:.0%} of a policy's rewards are at the bound"
+    return [f"{finding}: widen it, or bad and very bad decisions look the same."]

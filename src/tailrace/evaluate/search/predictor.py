@@ -67,7 +67,7 @@ def train(
     """Return the tensors of a predictor, learned on training seeds.
 
     The first round learns from the rules of DRIVERS, each later one also from the predictor of the
-    round before, on traffic of other seeds. ``report`` is told the round, the error (deviation of
+    round before, on traffic of other seeds. ``report`` gets the round, the error (deviation of
     the logarithm of the cost) and the number of decisions learned from.
     """
     for traffic in traffics:

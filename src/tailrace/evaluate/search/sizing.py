@@ -17,7 +17,7 @@ Counts = tuple[int, ...]
 #: A mix can do more than its parts, for instance by keeping long prompts off slow replicas; one
 #: that is this far from what its parts would do alone is not tried.
 LEAST_MIX = 0.75
-#: Shares of a limit for the P99 of first tokens that routers are told as requests' target. Some
+#: Shares of a limit for the P99 of first tokens that routers get as requests' target. Some
 #: keep 99 in a hundred within the limit only if they aim well below it.
 AIMS = (1.0, 0.5, 0.25)
 
@@ -40,7 +40,7 @@ class Wanted:
     seeds: tuple[int, ...]  #: the objectives must hold on each
     most: int  #: replicas
     targets_s: tuple[float, ...] = ()
-    """Targets for first tokens that policies may be told, in this order; none: the scenario's."""
+    """Targets for first tokens that policies may get, in this order; none: the scenario's."""
 
     def __post_init__(self) -> None:
         if not self.objectives or not self.seeds:
@@ -61,7 +61,7 @@ class Trial:
     price: float
     met: bool
     summary: Summary  #: of the first seed on which an objective fails, else of the last
-    target_s: float | None = None  #: for first tokens, as the policy was told; None: the scenario's
+    target_s: float | None = None  #: for first tokens, as given to the policy; None: the scenario's
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ Attempt = Callable[[SizingTask, Counts, float | None], Trial]
 
 
 def targets_s(scenario: Scenario, objectives: Sequence[ServiceObjective]) -> tuple[float, ...]:
-    """Return the targets for first tokens that routers may be told, s; none: the scenario's.
+    """Return the targets for first tokens that routers may get, s; none: the scenario's.
 
     Those of AIMS if there is a limit for first tokens, unless a target is given or the share of
     requests within their targets is an objective.
@@ -110,7 +110,7 @@ def plan(
     """Return what each policy needs, in the order given; every cluster meets the same requests.
 
     With one kind of replica it is the fewest of them; with several the cheapest mix. The search
-    takes it that more replicas never do worse. ``progress`` is told how many policies are done.
+    takes it that more replicas never do worse. ``progress`` gets how many policies are done.
     """
     if not kinds:
         raise TailraceError("a plan needs at least one kind of replica")

@@ -299,7 +299,7 @@ def test_more_content_than_foreseen_finds_room() -> None:
     for later in (first + 5, first + 200):
         env = RouterVectorEnv(2, worlds, decisions=60)
         env.reset(options={"episode_seeds": [first, first + 1]})
-        room = env.core._allocation
+        room = env.core.allocation
         seen = []
         for k in range(40):
             if k == 20:
@@ -307,5 +307,5 @@ def test_more_content_than_foreseen_finds_room() -> None:
             observation, rewards, *_ = env.step(np.full(2, k % 2))
             seen.append(np.append(observation["replicas"][0].ravel(), rewards[0]))
         runs.append(np.array(seen))
-    assert env.core._allocation != room
+    assert env.core.allocation != room
     assert (runs[0] == runs[1]).all()

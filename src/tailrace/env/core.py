@@ -53,7 +53,7 @@ class Core:
             raise TailraceError(
                 f"max_replicas = {settings.max_replicas}, but a cluster has {largest.replicas}"
             )
-        self._allocation = largest.joined(Allocation(replicas=self.replicas)).with_slack()
+        self.allocation = largest.joined(Allocation(replicas=self.replicas)).with_slack()
         self.reward = Reward(settings.reward, n)
         self.step_out = new_step(n, self.replicas)
         self.decisions = np.zeros(n, np.int64)
@@ -86,14 +86,14 @@ class Core:
         self, which: NDArray[np.int64], episode_seeds: Sequence[int], fresh: bool = False
     ) -> None:
         episodes = [self.episodes.make(require(s, Purpose.TRAINING)) for s in episode_seeds]
-        needed = reduce(Allocation.joined, map(self._checked, episodes), self._allocation)
+        needed = reduce(Allocation.joined, map(self._checked, episodes), self.allocation)
         if not self._fleets:
-            self._allocation = needed
+            self.allocation = needed
             self._lay_out_fleets()
-        elif needed != self._allocation and fresh:  # no running episode has to be moved
-            self._allocation = needed.with_slack()
+        elif needed != self.allocation and fresh:  # no running episode has to be moved
+            self.allocation = needed.with_slack()
             self._lay_out_fleets()
-        elif needed != self._allocation:
+        elif needed != self.allocation:
             self._grow(needed.with_slack())
         for k, c in enumerate(which):
             self._start(int(c), episodes[k // self.settings.group])
@@ -115,21 +115,21 @@ class Core:
 
     def _lay_out_fleets(self) -> None:
         count = 1 if self._rule is None else 2
-        self._fleets = [new_fleet(self._allocation, self.n) for _ in range(count)]
-        self._tables = new_tables(self._allocation, self.n)
+        self._fleets = [new_fleet(self.allocation, self.n) for _ in range(count)]
+        self._tables = new_tables(self.allocation, self.n)
         self.playing = [None] * self.n
 
     def _grow(self, needed: Allocation) -> None:
         """Move to larger arrays. Hash tables and stacks cannot be stretched while in use."""
         for name in ("slots", "blocks", "index_entries", "explicit_slots"):
-            wanted, there = getattr(needed, name), getattr(self._allocation, name)
+            wanted, there = getattr(needed, name), getattr(self.allocation, name)
             if wanted > there:
                 raise TailraceError(
                     f"an episode needs room for {wanted} {name}, the largest seen "
                     f"before had {there}; make the sampler's replicas alike in "
                     "batch_cap, num_blocks and index_entries, or smaller than its first draws"
                 )
-        self._allocation = needed
+        self.allocation = needed
         playing = self.playing
         before: list[Any] = [*self._fleets, self._tables]
         self._lay_out_fleets()

@@ -124,7 +124,7 @@ class HeadroomEnv(Core):
 
     def _lay_out_fleets(self) -> None:
         super()._lay_out_fleets()
-        self._fleets[0] = new_fleet(self._allocation, self.n, lookahead=True)
+        self._fleets[0] = new_fleet(self.allocation, self.n, lookahead=True)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
         """Carry out actions [n], SKIP where it is over; returns rewards [n] and what is over."""

@@ -190,7 +190,7 @@ def test_a_feature_that_was_added_since_is_ignored(tmp_path: Path, variant: str)
         for part, found in schema().items()
     }
     about["schema"] = features
-    older = {name: np.ascontiguousarray(array) for name, array in older.items()}
+    older = {name: np.array(array, order="C") for name, array in older.items()}
     save_file(older, path, description(about, older))
     loaded = load(path)
     assert {"trend", "turn"} <= set(loaded.config.ignore)

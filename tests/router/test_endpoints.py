@@ -30,7 +30,7 @@ def test_the_router_answers_its_own_endpoints_and_no_backend_does() -> None:
             w.backends[0].default = reply(b"{}")
             assert (await w.ask(post())).status == 200
 
-    run(test())
+    run(test(), limit_s=300)  # it may have to compile
 
 
 def test_every_admin_page_answers_and_is_merged_over_workers() -> None:
@@ -46,7 +46,7 @@ def test_every_admin_page_answers_and_is_merged_over_workers() -> None:
                     assert path in aggregate.MERGED, path
             assert set(aggregate.MERGED) <= {path for _, path in w.router.admin.routes}
 
-    run(test())
+    run(test(), limit_s=300)  # it may have to compile
 
 
 def test_every_endpoint_is_documented() -> None:
@@ -59,4 +59,4 @@ def test_every_endpoint_is_documented() -> None:
             for method, path in w.router.admin.routes:
                 assert f"`{path}`" in text or f"`{method} {path}`" in text, path
 
-    run(test())
+    run(test(), limit_s=300)  # it may have to compile

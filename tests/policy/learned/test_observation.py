@@ -129,6 +129,31 @@ def test_features_follow_their_fields(name: str, field: str) -> None:
     assert (after[[0, 2]] == before[[0, 2]]).all()
 
 
+def test_every_feature_is_filled_in() -> None:
+    """With all fields of the view drawn at random, no feature is constant."""
+    rng = np.random.default_rng(0)
+    seen = []
+    for _ in range(50):
+        view = make_view(3)
+        for record in (view.replicas, view.request, view.router):
+            for name in record.dtype.names or ():
+                record[name] = rng.integers(1, 40, record[name].shape)
+        view.replicas["available"] = [1, 1, rng.integers(2)]
+        view.replicas["metrics_at"] = rng.choice([NEVER, 30.0], 3)
+        view.replicas["batch_cap"] = 64
+        view.replicas["capacity_tokens"] = 5000
+        view.request["now"] = 50.0
+        view.request["session"] = rng.integers(-1, 2)
+        view.request["last_replica"] = rng.integers(-1, 3)
+        view.request["prompt_tokens"] = rng.integers(50, 100)
+        view.replicas["cached_tokens"] = rng.choice([0, 16, 32], 3)
+        rows, whole = observed(view)
+        seen.append(np.concatenate([rows[0], whole]))
+    names = [feature.name for feature in (*REPLICA_FEATURES, *REQUEST_FEATURES)]
+    constant = np.ptp(np.array(seen), axis=0) == 0
+    assert [name for name, same in zip(names, constant, strict=True) if same] == []
+
+
 # ---- known answers ------------------------------------------------------------------------------
 
 

@@ -1,16 +1,18 @@
 """Batches of each scheduler worked out by hand; every iteration takes one second."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from reference_runs import batches_of, play, replica_of, table_of
-from tailrace.config import Cluster, Engine
+from tailrace.config import Cluster, Engine, SchedulerName
 from tailrace.errors import TailraceError
 from tailrace.sim.reference import Dispatcher, ReferenceEngine
 from tailrace.sim.reference.prefill_first import peak_tokens
 from tailrace.sim.result import FINISHED, PENDING
 
-ALL = ("sarathi", "vllm", "vllm_v1", "orca", "faster_transformer", "lightllm")
+ALL = get_args(SchedulerName)
 
 
 def block_size(scheduler):

@@ -1,16 +1,26 @@
 """Random small clusters under pressure, watched at every instant."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from tailrace.config import Cluster, CostModel, Engine, Event, Replica, RouterSettings
+from tailrace.config import (
+    Cluster,
+    CostModel,
+    Engine,
+    Event,
+    Replica,
+    RouterSettings,
+    SchedulerName,
+)
 from tailrace.sim.reference import ReferenceEngine
 from tailrace.sim.reference.blocks import BlockPool
 from tailrace.sim.reference.routing import PolicyDispatcher
 from tailrace.sim.result import FAILED, FINISHED
 from tailrace.workload.table import RequestTable
 
-ALL = ("sarathi", "vllm", "vllm_v1", "orca", "faster_transformer", "lightllm")
+ALL = get_args(SchedulerName)
 ONE_STAGE = ("vllm_v1", "lightllm")
 COST = CostModel(
     base_ms=10.0,

@@ -18,7 +18,14 @@ import numpy as np
 _PACKAGE = Path(__file__).parent
 #: Where compiled functions, and the types and constants they use, may stand.
 _KERNEL_SOURCES = (
-    *("compiled.py", "view/*.py", "policy/**/*.py", "sim/*.py"),
+    *(
+        "compiled.py",
+        "net/chunk_kernel.py",
+        "net/framing.py",
+        "view/*.py",
+        "policy/**/*.py",
+        "sim/*.py",
+    ),
     *("learn/kernels.py", "learn/improve/fused_kernels.py", "learn/improve/rollout.py"),
     *("router/intake/*.py", "router/state/*.py"),
 )

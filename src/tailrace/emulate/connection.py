@@ -1,11 +1,11 @@
 """Client connections of emulated servers, on the HTTP server in :mod:`tailrace.net`."""
 
-import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
+from tailrace.net.byte_budget import ByteBudget
 from tailrace.net.framing import LAST_CHUNK
 from tailrace.net.head_cache import RequestHeadCache
 from tailrace.net.heads import RequestHead
@@ -18,6 +18,7 @@ SERVER_LINE = b"server: tailrace-emulate\r\n"
 LIMITS = ConnectionLimits(
     header_bytes=65_536,
     body_bytes=64 * 2**20,
+    bodies_bytes=2**40,
     connections=1_000_000,
     header_s=1e6,
     body_s=1e6,
@@ -56,10 +57,6 @@ class EmulatedConnection(ClientConnection):
 
     internal_error = "internal error of the emulated server"
 
-    def __init__(self, listener: "Listener") -> None:
-        super().__init__(listener)
-        self._loop = asyncio.get_running_loop()
-
     def error_body(self, status: int, why: str) -> bytes:
         """Build the body of an error found while reading a request."""
         return ApiError(status, why).body()
@@ -89,19 +86,6 @@ class EmulatedConnection(ClientConnection):
         self.write(data if head.http10 else data + LAST_CHUNK)
         self.end(keep=head.keep_alive and not head.http10)
 
-    def end(self, *, keep: bool) -> None:
-        """End the response; a request that waits is handled in the next turn of the loop.
-
-        Responses end in the middle of a replica's iteration, where no request may be added.
-        """
-        if self.has_next:
-            self._loop.call_soon(self._end, keep)
-        else:
-            super().end(keep=keep)
-
-    def _end(self, keep: bool) -> None:
-        super().end(keep=keep)
-
 
 class Listener:
     """Accepts the connections of one port; subclasses respond to requests."""
@@ -110,6 +94,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.heads = RequestHeadCache()
+        self.held = ByteBudget()
         self.now = 0.0
         """Seconds since the start, as of the last :meth:`sweep`."""
         self.connections: set[ClientConnection] = set()

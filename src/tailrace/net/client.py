@@ -4,6 +4,9 @@ No coroutine stands between a request and its response: a connection calls its s
 """
 
 import asyncio
+import errno
+import logging
+import os
 import ssl
 import time
 from collections.abc import Mapping
@@ -29,7 +32,13 @@ MAX_FETCH_BYTES = 16 * 2**20
 STALE_S = 0.1
 #: Reported when a connection ends before its response does.
 CLOSED = "the connection was closed by the backend"
+#: Reported when a connection cannot be made because this process has too many.
+NO_FILES = "this process has no file descriptor or port left for a connection"
 _CONNECT_TIMEOUT = "no connection within"
+_SHORTAGES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM,
+                        errno.EADDRNOTAVAIL))  # fmt: skip
+
+_log = logging.getLogger("tailrace.net")
 
 
 class Sink(Protocol):
@@ -241,9 +250,22 @@ class FetchError(OSError):
 
 def failure_kind(why: str, *, connecting: bool) -> str:
     """Return the kind of a failure that :meth:`Sink.failed` reports, for counting."""
+    if why == NO_FILES:
+        return "no files"
     if connecting:
         return "connect timeout" if why.startswith(_CONNECT_TIMEOUT) else "connect"
     return "disconnected" if why == CLOSED else "malformed"
+
+
+def _is_shortage(error: OSError) -> bool:
+    """Whether no connection could be made because of this process, not of the server."""
+    if error.errno in _SHORTAGES:
+        return True
+    try:  # resolving a name, or trying several addresses, hides the cause
+        os.close(os.open(os.devnull, os.O_RDONLY))
+    except OSError as other:
+        return other.errno in _SHORTAGES
+    return False
 
 
 class Call:
@@ -459,6 +481,10 @@ class Pool:
     def close(self) -> None:
         """Close idle connections now, and the others when their responses end."""
         self._closed = True
+        self.close_idle()
+
+    def close_idle(self) -> None:
+        """Close connections that are kept for later requests."""
         for connection in self._idle:
             connection._close()
         self._idle.clear()
@@ -509,7 +535,14 @@ class Pool:
             sink.failed(f"{_CONNECT_TIMEOUT} {self._connect_s:g} s", connecting=True)
             return
         except OSError as error:
-            sink.failed(f"cannot connect: {error.strerror or error}", connecting=True)
+            why = NO_FILES if _is_shortage(error) else f"cannot connect: {error.strerror or error}"
+            if why is NO_FILES:
+                self.close_idle()
+            sink.failed(why, connecting=True)
+            return
+        except Exception as error:  # the sink waits for an answer, whatever happens here
+            _log.exception("cannot connect")
+            sink.failed(f"cannot connect: {error}", connecting=True)
             return
         self._open.add(connection)
         self.made += 1

@@ -10,9 +10,11 @@ from typing import NamedTuple
 #: Longest line of a chunk's size with its extensions, and of all trailers together, in bytes.
 MAX_CHUNK_LINE = 256
 MAX_TRAILER_BYTES = 8192
+_CR = 13
 _HEX = frozenset(b"0123456789abcdefABCDEF")
-_TOKEN_BYTES = frozenset(b"!#$%&'*+-.^_`|~0123456789"
-                         b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # fmt: skip
+#: Bytes of a header's name.
+TOKEN_BYTES = frozenset(b"!#$%&'*+-.^_`|~0123456789"
+                        b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")  # fmt: skip
 
 
 class BrokenMessageError(Exception):
@@ -79,19 +81,21 @@ class ChunkedReader:
                     where = 2
                 continue
             if where == 2:
+                if not b"\r\n".startswith(data[pos : pos + 2]):
+                    raise BrokenMessageError("a chunk is longer than it says")
                 if size - pos < 2:
                     break
-                if data[pos : pos + 2] != b"\r\n":
-                    raise BrokenMessageError("a chunk is longer than it says")
                 pos += 2
                 self.border = pos - shift - first
                 where = 0
                 continue
-            end = data.find(b"\r\n", pos)
-            if end < 0:
+            end = data.find(b"\n", pos) - 1
+            if end < -1:
                 if size - pos > (MAX_CHUNK_LINE if where == 0 else MAX_TRAILER_BYTES):
                     raise BrokenMessageError("a chunk's line is too long")
                 break
+            if end < pos or data[end] != _CR:
+                raise BrokenMessageError("a line of a chunked body does not end with CRLF")
             if where == 0:
                 left = chunk_size(data[pos:end])
                 where = 1 if left else 3
@@ -132,7 +136,7 @@ def chunk_size(line: bytes) -> int:
 
 def is_token(text: bytes) -> bool:
     """Whether a text is a valid header name."""
-    return bool(text) and _TOKEN_BYTES.issuperset(text)
+    return bool(text) and TOKEN_BYTES.issuperset(text)
 
 
 def _check_trailer(line: bytes) -> None:

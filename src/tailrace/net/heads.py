@@ -4,6 +4,7 @@ httptools parses heads. Where a body ends is decided in ``framing.py`` only: the
 head alone, and the bytes after it are framed there.
 """
 
+import re
 from collections.abc import Iterable
 
 import httptools
@@ -20,7 +21,14 @@ HOP_BY_HOP = frozenset(
 #: Request headers we set ourselves.
 _OURS = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
 _ROUTER_HEADERS = b"x-tailrace-"
-_NO_BODY_STATUSES = frozenset((204, 205, 304))
+#: A 205 has no content either, but its framing is that of any response (RFC 9112 6.3).
+_NO_BODY_STATUSES = frozenset((204, 304))
+#: Most header lines of a request: each costs a call of Python.
+MAX_HEADERS = 256
+#: Separators of path segments as servers may read them, and what would lead out of a path.
+_SEPARATORS = re.compile(rb"[/\\]|%2f|%5c", re.IGNORECASE)
+_PERCENT, _DOT = re.compile(rb"%(?:25)+"), re.compile(rb"%2e", re.IGNORECASE)
+_DOT_SEGMENTS = frozenset((b".", b".."))
 
 REASONS = {
     200: b"OK", 202: b"Accepted", 400: b"Bad Request", 401: b"Unauthorized", 403: b"Forbidden",
@@ -87,6 +95,8 @@ class RequestHead:
         else:
             self.lower[lower] = value
         self.headers.append((name, value))
+        if len(self.headers) > MAX_HEADERS:
+            raise RefusedError(431, "too many headers")
 
 
 def parse_request(head: bytes) -> RequestHead:
@@ -140,7 +150,6 @@ def parse_request(head: bytes) -> RequestHead:
             if expect.strip().lower() != b"100-continue":
                 raise RefusedError(417, "the only Expect known here is 100-continue")
             request.expects_continue = True
-    request.path = request.target.partition(b"?")[0]
     request.sized = length is not None or request.chunked
     return request
 
@@ -150,15 +159,27 @@ def _check_target(request: RequestHead) -> None:
     target = request.target
     if request.method == b"CONNECT":
         raise RefusedError(405, "this is no tunnel: CONNECT is not served")
-    if target[:1] == b"/" or (target == b"*" and request.method == b"OPTIONS"):
-        return
     scheme, found, rest = target.partition(b"://")
     if found and scheme.lower() in (b"http", b"https"):
         # The client does not choose where a request goes, so its authority is dropped.
-        slash = rest.find(b"/")
-        request.target = rest[slash:] if slash >= 0 else b"/"
-        return
-    raise RefusedError(400, "the request target must be a path")
+        authority = rest.replace(b"?", b"/").partition(b"/")[0]
+        target = rest[len(authority) :]
+        request.target = target = target if target[:1] == b"/" else b"/" + target
+    elif target[:1] != b"/" and (target != b"*" or request.method != b"OPTIONS"):
+        raise RefusedError(400, "the request target must be a path")
+    if b"#" in target:
+        raise RefusedError(400, "the request target must not have a fragment")
+    request.path = path = target.partition(b"?")[0]
+    if b"." in path or b"%" in path:
+        _check_segments(path)
+
+
+def _check_segments(path: bytes) -> None:
+    """Refuse a path that a backend may take for one above its own prefix (``/a/../b``)."""
+    plain = _DOT.sub(b".", _PERCENT.sub(b"%", path))
+    for segment in _SEPARATORS.split(plain):
+        if segment.partition(b";")[0] in _DOT_SEGMENTS:
+            raise RefusedError(400, "the path must not have the segments . and ..")
 
 
 def content_length(value: bytes) -> int:
@@ -325,7 +346,7 @@ def client_head(
     """
     out = response.passed()
     length = response.lower.get(b"content-length")
-    if length is not None:
+    if length is not None and response.status != 204:
         # A 304 or the response to HEAD has no body, but may give the length it would have.
         framing = response.framing
         value = b"%d" % framing.length if framing.kind == "length" else length

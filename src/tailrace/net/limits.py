@@ -16,12 +16,15 @@ class ConnectionLimits(Settings):
     """Largest request head; above: 431."""
     body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**31)
     """Largest request body; above: 413."""
+    bodies_bytes: int = Field(default=256 * 2**20, ge=1024, le=2**50)
+    """Requests held at once by a process, all clients together, in bytes; above: the largest that
+    is still being received gets 503."""
     connections: int = Field(default=10_000, ge=1, le=1_000_000)
     """Client connections at once; above: 503."""
     header_s: Seconds = 10.0
     """For a request head, from its first byte; above: 408."""
     body_s: Seconds = 30.0
-    """Between two pieces of a request body; above: 408."""
+    """For a whole request body, from the end of its head; above: 408."""
     idle_s: Seconds = 75.0
     """How long a client connection may be without a request."""
     client_stall_s: Seconds = 60.0

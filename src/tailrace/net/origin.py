@@ -20,6 +20,7 @@ class Origin(NamedTuple):
         tls = parts.scheme == "https"
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
             raise ValueError("not an http or https URL")
+        parts.hostname.encode("idna")  # a UnicodeError, which is a ValueError: no name of a host
         port = parts.port or (443 if tls else 80)
         return cls(parts.hostname, port, tls, parts.path.rstrip("/"))
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from tailrace.errors import TailraceError
+from tailrace.net.byte_budget import ByteBudget
 from tailrace.net.head_cache import RequestHeadCache
 from tailrace.net.limits import ConnectionLimits
 from tailrace.net.server import ClientConnection, HttpRequest, Work, error_body
@@ -40,6 +41,7 @@ class Admin:
     def __init__(self, routes: AdminRoutes, token: str | None) -> None:
         self.limits = ConnectionLimits(body_bytes=65_536)
         self.heads = RequestHeadCache()
+        self.held = ByteBudget()
         self.now = 0.0
         self.clients: set[ClientConnection] = set()
         self.routes = routes

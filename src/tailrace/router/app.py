@@ -11,6 +11,8 @@ from typing import Any
 import orjson
 
 from tailrace.errors import TailraceError
+from tailrace.net.byte_budget import ByteBudget
+from tailrace.net.chunk_kernel import RequestChunks
 from tailrace.net.head_cache import RequestHeadCache
 from tailrace.net.server import ClientConnection, HttpRequest, Service, Work, error_body
 from tailrace.router import process
@@ -77,6 +79,7 @@ class Router:
         # What a listener needs (net.server.Service).
         self.limits = settings.limits
         self.heads = RequestHeadCache()
+        self.held = ByteBudget()
         self.now = self.admin.now = self.dispatcher.context.now = clock()
         self.clients: set[ClientConnection] = set()
         self._load = load
@@ -86,6 +89,7 @@ class Router:
         self._stopping: asyncio.Event | None = None
         self._stopped = False
         self._listen_at = self._admin_at = ("", 0)
+        self._most_clients = process.most_clients()
 
     @property
     def events(self) -> EventSink:
@@ -140,7 +144,7 @@ class Router:
     def opened(self, client: ClientConnection) -> bool:
         """Accept a client unless there are too many."""
         self.clients.add(client)
-        return len(self.clients) <= self.limits.connections
+        return len(self.clients) <= min(self.limits.connections, self._most_clients)
 
     def closed(self, client: ClientConnection) -> None:
         """Forget a client."""
@@ -171,6 +175,8 @@ class Router:
     async def start(self) -> None:
         """Listen, and begin with probes, metrics and time limits."""
         process.raise_file_limit()
+        self._most_clients = process.most_clients()
+        RequestChunks().feed(b"0\r\n\r\n")  # compile it now
         shared = self.settings.share_port
         self._listen_at = await self._listen(self.settings.listen, self, shared=shared)
         if self.settings.admin.listen != "off":

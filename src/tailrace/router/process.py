@@ -6,6 +6,8 @@ import resource
 
 #: New objects before the collector looks at them; a request leaves no cycles behind.
 GC_THRESHOLDS = (20_000, 20, 50)
+#: Files left for logs, admin clients, probes and the scrape.
+SPARE_FILES = 256
 
 
 def settle_memory() -> None:
@@ -21,3 +23,11 @@ def raise_file_limit() -> None:
     if soft < hard:
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def most_clients() -> int:
+    """Return how many clients the limit of files allows, each with a connection to a backend."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 30
+    return max(1, (limit - min(SPARE_FILES, limit // 4)) // 2)

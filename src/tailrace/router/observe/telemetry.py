@@ -25,7 +25,7 @@ KINDS = frozenset({"chat", "completion", "embedding", "response", "other"})
 OUTCOMES = frozenset(
     {"done", "client_gone", "backend_failed", "timeout", "shed", "rejected", "refused", "other"}
 )
-SHED_CAUSES = frozenset({"queue", "no_replica", "other"})
+SHED_CAUSES = frozenset({"queue", "no_replica", "no_files", "other"})
 RETRY_CAUSES = frozenset(
     {"connect", "broken", "timeout", "other", *(f"status_{s}" for s in range(500, 600))}
 )

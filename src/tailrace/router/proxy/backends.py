@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Collection
 
-from tailrace.net.client import FetchError, Pool
+from tailrace.net.client import NO_FILES, FetchError, Pool
 from tailrace.router.decide.chooser import Chooser, Decision
 from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.snapshot import CLOSED, OPEN, BackendSnapshot
@@ -77,6 +77,8 @@ class Backend:
             why = str(error)
             if self.heard and error.late:
                 return ""  # busy, but it is responding to others
+            if why == NO_FILES:
+                return why
             self.health.probed(clock(), False, why, died=error.connecting)
             return why
         good = response.status < 500

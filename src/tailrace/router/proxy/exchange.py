@@ -7,7 +7,7 @@ way out of it leads through ``_finish``, which closes the attempt exactly once.
 
 from dataclasses import dataclass, field
 
-from tailrace.net.client import UpstreamConnection
+from tailrace.net.client import NO_FILES, UpstreamConnection
 from tailrace.net.heads import ResponseHead
 from tailrace.net.server import HttpRequest, error_body
 from tailrace.router.decide.chooser import Decision
@@ -18,7 +18,7 @@ from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Backend, Backends
 from tailrace.router.proxy.relay import Relay
 from tailrace.router.proxy.response_scan import TAIL_BYTES, find_usage
-from tailrace.router.proxy.tokenize_probe import TokenizeProbe
+from tailrace.router.proxy.tokenize_probe import MAX_PROBE_BYTES, TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.attempt import Attempt
@@ -175,6 +175,12 @@ class Exchange:
         assert backend is not None
         self._connection = None
         now = self._context.now
+        if why == NO_FILES:
+            # No fault of the replica, and no other could be reached either.
+            self._context.events.shed("no_files")
+            self._failure = why
+            self._reply(503, "the router has too many connections", "shed", b"retry-after: 1\r\n")
+            return
         if (
             not connecting
             and connection is not None
@@ -227,6 +233,8 @@ class Exchange:
         client = self._request.client
         if out:
             client.write(out)
+            if self._request.body and relay.started:
+                self._drop_body()
         if done:
             self._connection = None
             usage = relay.usage
@@ -301,12 +309,32 @@ class Exchange:
         if self._connection is not None:
             self._connection.resume()
 
+    def _probe_client(self) -> None:
+        """The client has ended its side, perhaps because it has gone: writing to it shows that."""
+        relay, client = self._relay, self._request.client
+        client.probing = False
+        if relay is not None and relay.ended:
+            client.give_up()
+        elif relay is not None:
+            comment = relay.comment()
+            if comment:
+                client.write(comment)
+
+    def _drop_body(self) -> None:
+        """Free the request's body, which will not be sent again; a probe may need a short one."""
+        if len(self._request.body) > MAX_PROBE_BYTES:
+            self._request.drop_body()
+
     # Time limits and failures.
 
     def check(self, now: float) -> None:
         """Enforce the time limits at ``now`` (s)."""
         limits = self._context.settings.limits
         stage = self.stage
+        if self._request.client.probing:
+            self._probe_client()
+            if self.stage == OVER:
+                return
         if now - self._started_at > limits.total_s:
             self._expired(f"not complete within {limits.total_s:g} s", final=True)
         elif stage == SENT or (stage == STREAMING and not self._begun):
@@ -422,6 +450,9 @@ class Exchange:
         context.events.request_done(attempt, status, outcome, self._kind)
         if outcome == "done" and attempt is not None and attempt.reported_prompt is None:
             self._probe_length(attempt, backend)
+        # The queue may hold on to a request whose client has gone, until its turn comes.
+        self._request.drop_body()
+        self.arrival = None
         failed = outcome not in ("done", "client_gone", "rejected")
         if context.settings.log.requests or (failed and status != 429 and status >= 500):
             response_headers.log(

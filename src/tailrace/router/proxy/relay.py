@@ -116,6 +116,15 @@ class Relay:
         self._held = data[complete:]
         return data[:complete]
 
+    def comment(self) -> bytes:
+        """Return an event that means nothing, to be written now; empty: it cannot stand here."""
+        if not self.sse or not self.started or self._mid_chunk or self._measured:
+            return b""
+        sent = self._end if self._mode == _DECODED else self._end.removesuffix(b"\r\n")
+        if not sent.endswith((b"\n\n", b"\n\r\n")):
+            return b""
+        return b":\n\n" if self._mode == _DECODED else chunk(b":\n\n")
+
     def error_event(self, message: str, code: str) -> bytes | None:
         """Return the bytes that end a broken stream properly; None: it can only be cut off."""
         if not self.sse or self._mid_chunk or self._measured:

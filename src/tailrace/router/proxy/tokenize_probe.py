@@ -11,8 +11,8 @@ from tailrace.net.client import FetchError
 from tailrace.router.intake.tokens import TOKENIZE, TokenCounter, TokenSettings, ask_server
 from tailrace.router.proxy.backends import Backend
 
-#: Longest prompt that is sent, in bytes: the response holds the id of every token.
-MOST_BYTES = 65_536
+#: Longest request whose prompt is sent, in bytes: the response holds the id of every token.
+MAX_PROBE_BYTES = 65_536
 #: How long a server that failed is not asked again, s.
 REST_S = 600.0
 TIMEOUT_S = 5.0
@@ -43,7 +43,8 @@ class TokenizeProbe:
             not self.settings.asks
             or self._due.get(model, 0.0) > now
             or kind not in _KINDS
-            or not 0 < size <= MOST_BYTES
+            or not size
+            or not 0 < len(body) <= MAX_PROBE_BYTES
             or self._resting.get(backend.settings.url, 0.0) > now
         ):
             return

@@ -1,0 +1,46 @@
+"""One limit for the bytes that all clients of a service make it hold."""
+
+from typing import Protocol
+
+
+class Holder(Protocol):
+    """A connection that holds bytes of a request."""
+
+    held: int
+    """Bytes it has claimed."""
+
+    def evict(self) -> None:
+        """Refuse the request that is being received, and free its bytes."""
+
+
+class ByteBudget:
+    """Counts the bytes of requests that are held: being received, waiting, or at a backend.
+
+    When there are too many, the largest request that is still being received is refused. A client
+    with a small request is thus not turned away because others send large ones.
+    """
+
+    __slots__ = ("receiving", "used")
+
+    def __init__(self) -> None:
+        self.used = 0
+        """Bytes held now."""
+        self.receiving: set[Holder] = set()
+        """Holders whose request is not complete."""
+
+    def hold(self, holder: Holder, size: int, limit: int) -> bool:
+        """Let a holder hold ``size`` bytes from now on; False: there is no room within ``limit``.
+
+        Without room it is counted all the same; the caller refuses the request and holds 0.
+        """
+        self.used += size - holder.held
+        holder.held = size
+        return self.used <= limit or self._make_room(holder, limit)
+
+    def _make_room(self, holder: Holder, limit: int) -> bool:
+        while self.used > limit:
+            largest = max(self.receiving, key=lambda h: h.held, default=holder)
+            if largest.held <= holder.held:
+                return False
+            largest.evict()
+        return True

@@ -5,7 +5,8 @@ on (learned policy, metrics, telemetry, decision log) and through each peer that
 sglang-router and vllm-router in a virtual environment ``.venv-peers``, nginx on the system.
 ``added_p50_ms`` is the median latency on one connection less that of the direct way, ``rps`` the
 requests per second on 32 connections, ``cpu_us`` the contender's CPU time per request, all threads.
-``several`` are the same figures of several router processes that share a port.
+``several`` are the same figures of several router processes that share a port. With ``--before``
+the router of an older checkout is one more contender, to see what a change costs.
 All contenders take turns in short rounds, so that what else the machine does hits them alike; the
 figures are medians over the rounds. The load on 32 connections is made by wrk if it is there, else
 by a client of our own, which is slower and then may be the limit: ``client`` says which.
@@ -235,6 +236,10 @@ def main() -> None:
         help="also several processes of our router on one port",
     )  # fmt: skip
     parser.add_argument("--router", default="", help="more options of our router")
+    parser.add_argument(
+        "--before", type=Path, metavar="CHECKOUT",
+        help="also the router of another checkout of this repository, as `before`",
+    )  # fmt: skip
     options = parser.parse_args()
     with rig() as made:
         made.start_backends()
@@ -243,6 +248,13 @@ def main() -> None:
         for routers in options.routers:
             router = made.start_router(*more, policy=options.policy, routers=routers)
             made.contenders.append(router)
+        if options.before is not None:
+            for routers in [1, *options.routers]:
+                made.contenders.append(
+                    made.start_router(
+                        policy=options.policy, routers=routers, checkout=options.before.resolve()
+                    )
+                )
         if not options.alone:
             made.contenders += made.start_peers()
         by_size = {f"{kb}_kb": measure(made, kb, options) for kb in options.bodies}

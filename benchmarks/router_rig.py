@@ -173,12 +173,15 @@ class Rig:
         self.direct = Contender("direct", 0, [])
         self.contenders: list[Contender] = []
 
-    def start(self, name: str, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
-        """Start a process; what it says goes to a file of its own."""
+    def start(
+        self, name: str, command: Sequence[str | Path], **environment: str
+    ) -> subprocess.Popen[bytes]:
+        """Start a process; its output goes to a file of its own."""
         with (self.folder / f"{name}.log").open("wb") as log:
             process = subprocess.Popen(
-                [str(part) for part in command], stdout=log, stderr=log, cwd=self.folder
-            )
+                [str(part) for part in command], stdout=log, stderr=log, cwd=self.folder,
+                env=os.environ | environment,
+            )  # fmt: skip
         self._processes.append(process)
         return process
 
@@ -196,13 +199,16 @@ class Rig:
         policy: str = "tailrace",
         routers: int = 1,
         program: Sequence[str] = ("-m", "tailrace.cli", "serve"),
+        checkout: Path | None = None,
     ) -> Contender:
         """Start our router with everything on: metrics, telemetry and the decision log.
 
         ``routers`` processes share the port. ``program`` is run instead of ``tailrace serve``.
+        ``checkout``: the router of another checkout of this repository, named ``before``.
         """
         port, admin = free_ports(2)
-        name = "tailrace" if routers == 1 else f"tailrace x{routers}"
+        name = "tailrace" if checkout is None else "before"
+        name = name if routers == 1 else f"{name} x{routers}"
         command: list[str | Path] = [
             sys.executable, *program, "--policy", policy,
             "--listen", f"{HOST}:{port}", "--admin", f"{HOST}:{admin}",
@@ -211,7 +217,8 @@ class Rig:
         ]  # fmt: skip
         for url in self.backends:
             command += ["--backend", url]
-        process = self.start(f"{name}-{admin}", command)
+        sources = {} if checkout is None else {"PYTHONPATH": str(checkout / "src")}
+        process = self.start(f"{name}-{admin}", command, **sources)
         self.wait(admin, process, f"{name}-{admin}")
         return Contender(name, port, [process.pid, *children_of(process.pid)])
 

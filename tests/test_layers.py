@@ -65,16 +65,6 @@ FORBIDDEN = (
     *(("router", other) for other in ("sim", "saturation", "env", "evaluate", "learn")),
 )
 
-#: Imports against these rules that are still there, as "importer -> imported". It only shrinks.
-ALLOWED = frozenset(
-    {
-        "learn.external_worlds -> integrations.live_training.router",
-        "learn.external_worlds -> integrations.vidur",
-        "learn.external_worlds -> integrations.vidur.limits",
-        "learn.external_worlds -> integrations.vidur.rollout",
-    }
-)
-
 RANK = {entry: rank for rank, layer in enumerate(LAYERS) for entry in layer}
 
 
@@ -156,28 +146,16 @@ def test_every_entry_names_something_that_exists():
 
 
 def test_imports_flow_one_way():
-    assert upward() - ALLOWED == set()
+    assert upward() == set()
 
 
 def test_packages_that_must_not_know_each_other_do_not():
-    assert forbidden() - ALLOWED == set()
-
-
-def test_the_allow_list_holds_nothing_that_was_mended():
-    assert ALLOWED - upward() - forbidden() == set()
+    assert forbidden() == set()
 
 
 def test_no_modules_import_each_other_in_a_circle():
     """A circle inside one package is as hard to take apart as one between packages."""
-    assert [sorted(knot) for knot in knots() if not knot & KNOTTED] == []
-
-
-#: Modules that still import each other in a circle.
-KNOTTED = frozenset(
-    {
-        "integrations.live_training.process",
-    }
-)
+    assert [sorted(knot) for knot in knots()] == []
 
 
 def knots() -> list[set[str]]:

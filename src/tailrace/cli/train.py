@@ -117,6 +117,7 @@ def command(
     if own and scenarios:
         raise TailraceError("--scenario and --cluster or --workload both say what to train on")
     console.need("torch", "tensorboard", "gymnasium", extra="train", what="training")
+    from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
     from tailrace.learn import settings as s
     from tailrace.learn.trainer import Trainer
     from tailrace.parallel import cores
@@ -149,7 +150,7 @@ def command(
     assert folder is not None
     with LiveWatcher(show=not (quiet or as_json)) as watcher:
         try:
-            trainer = Trainer(folder, chosen, jobs or cores(), watcher)
+            trainer = Trainer(folder, chosen, jobs or cores(), watcher, ROLLOUT_SOURCES)
             outcome = trainer.run()
         except KeyboardInterrupt:
             watcher.stop()

@@ -247,6 +247,12 @@ class TrainSettings(Settings):
         cloning = self.demonstrations.rounds * self.demonstrations.worlds
         return cloning + self.updates * per_update
 
+    def reward_of(self, stage: Stage | None) -> RewardSettings:
+        """Return the reward in a stage of the curriculum."""
+        if stage is None or stage.late_weight is None:
+            return self.reward
+        return self.reward.model_copy(update={"late": stage.late_weight})
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         share = 0.0 if self.randomise is None else self.randomise.share

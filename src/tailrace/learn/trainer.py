@@ -5,20 +5,28 @@ number of the step and the state before it, so a resumed run equals an uninterru
 """
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
 
 from tailrace.errors import TailraceError
-from tailrace.learn import external_worlds, stopping
+from tailrace.learn import stopping
 from tailrace.learn.curriculum import Curriculum
 from tailrace.learn.exploration import Exploration
 from tailrace.learn.imitate import fit, sketch
-from tailrace.learn.improve.improvement import Branching, Improvement, gather
+from tailrace.learn.improve.improvement import Branching, Improvement, Ppo
+from tailrace.learn.improve.rollout_source import (
+    RolloutSource,
+    RolloutSourceFactory,
+    SimulatorRollouts,
+    gather,
+)
 from tailrace.learn.progress import Silent, Watcher
 from tailrace.learn.run_folder import RunFolder
 from tailrace.learn.samples import Samples, grouped
@@ -79,8 +87,13 @@ class Trainer:
         settings: TrainSettings | None,
         jobs: int,
         watcher: Watcher | None = None,
+        rollout_sources: Mapping[str, RolloutSourceFactory] = MappingProxyType({}),
     ) -> None:
-        """Begin a run with settings, or resume the one in the folder without."""
+        """Begin a run with settings, or resume the one in the folder without.
+
+        ``rollout_sources`` are worlds that PPO can play in besides the simulator, by the setting
+        ``env`` (integrations/rollout_sources.py has those of this package).
+        """
         self.folder = RunFolder(folder)
         self.watcher = watcher or Silent()
         arrays: dict[str, Any] = {}
@@ -106,7 +119,8 @@ class Trainer:
         self.plan = Plan(settings, self.progress.capacities)
         self.progress.capacities = list(self.plan.capacities)
         self._check_scenarios()
-        external_worlds.check(settings, self.plan)
+        self._first_update_seed = settings.demonstrations.rounds * settings.demonstrations.worlds
+        self._source = self._rollout_source(rollout_sources)
         self.validation = Validation(self.plan.validation(), settings.evaluation.rules)
         self.validation.rule_costs = {
             rule: tuple(costs) for rule, costs in self.progress.rule_costs.items()
@@ -190,11 +204,19 @@ class Trainer:
         return {"loss": figures["policy_loss"], **figures}
 
     def _start_improvement(self) -> Improvement:
-        first = self.settings.demonstrations.rounds * self.settings.demonstrations.worlds
         if self.settings.method == "branching":
-            return Branching(self.network, self.plan, self.workers, first)
-        ppo = external_worlds.WORLDS[self.settings.env]
-        return ppo(self.network, self.plan, self.workers, first, self.exploration)
+            return Branching(self.network, self.plan, self.workers, self._first_update_seed)
+        return Ppo(self.network, self.settings, self._source, self.workers, self.exploration)
+
+    def _rollout_source(self, others: Mapping[str, RolloutSourceFactory]) -> RolloutSource:
+        """Return where PPO plays; raises if it cannot play there."""
+        sources: dict[str, RolloutSourceFactory] = {"sim": SimulatorRollouts, **others}
+        if self.settings.env not in sources:
+            raise TailraceError(
+                f"env = '{self.settings.env}' is played by a rollout source that this trainer was "
+                "not given; see Trainer(rollout_sources=...)"
+            )
+        return sources[self.settings.env](self.network, self.plan, self._first_update_seed)
 
     # ---- cloning --------------------------------------------------------------------------------
 

@@ -25,13 +25,15 @@ from tailrace.emulate.emulator import Emulator
 from tailrace.errors import TailraceError
 from tailrace.integrations.live_training import process as live_process
 from tailrace.integrations.live_training.process import Ends, LiveRecorder
+from tailrace.integrations.live_training.rollout_source import LiveRollouts
 from tailrace.integrations.live_training.router import POLICY, LiveRouter
 from tailrace.learn import settings as s
-from tailrace.learn.external_worlds import LivePpo
 from tailrace.learn.improve.recorder import Recording
 from tailrace.learn.trainer import Trainer
+from tailrace.learn.world_schedule import Plan
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
+from tailrace.policy.learned.network import Network
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.observe.telemetry import Telemetry
 from tailrace.router.state.attempt import Attempt
@@ -121,6 +123,12 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
     watcher = Hold()
     cluster = Cluster(replicas=(Replica(count=2), Replica(speed=0.5)))
 
+    made: list[LiveRollouts] = []
+
+    def source_of(network: Network, plan: Plan, first_seed: int) -> LiveRollouts:
+        made.append(LiveRollouts(network, plan, first_seed))
+        return made[-1]
+
     async def test() -> list[Any]:
         async with Emulator(cluster, time_scale=SCALE) as emulator:
             over = {
@@ -131,7 +139,8 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
                 "ppo": {"clusters": 1, "decisions": DECISIONS, "warmup": 0, "minibatch": 52},
                 "exploration": {"epsilon_start": 0.1, "epsilon_end": 0.1},
             }  # fmt: skip
-            trainer = Trainer(tmp_path / "run", s.build(SETTINGS, over), 1, watcher)
+            settings = s.build(SETTINGS, over)
+            trainer = Trainer(tmp_path / "run", settings, 1, watcher, {"live": source_of})
             training = asyncio.get_running_loop().run_in_executor(None, trainer.run)
             loads = []
             try:
@@ -145,9 +154,9 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
             finally:
                 watcher.go_on.set()
                 await training
-            assert isinstance(trainer._improvement, LivePpo)
-            assert trainer._improvement.router is not None
-            return [loads, trainer._improvement.router]
+            (source,) = made
+            assert source.router is not None
+            return [loads, source.router]
 
     loads, router = run_with_process(test())
     last = router.last

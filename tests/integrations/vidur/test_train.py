@@ -78,6 +78,7 @@ def test_evaluation_traffic_is_refused():
 def test_200_ppo_steps_from_the_shipped_policy(tmp_path):
     pytest.importorskip("torch")
     from learn.tiny import SETTINGS, Noted
+    from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
     from tailrace.learn import settings as s
     from tailrace.learn.trainer import Trainer
     from tailrace.policy.learned import checkpoint
@@ -90,7 +91,8 @@ def test_200_ppo_steps_from_the_shipped_policy(tmp_path):
         "exploration": {"epsilon_start": 0.05, "epsilon_end": 0.05},
     }  # fmt: skip
     watcher = Noted()
-    outcome = Trainer(tmp_path / "run", s.build(SETTINGS, over), 1, watcher).run()
+    settings = s.build(SETTINGS, over)
+    outcome = Trainer(tmp_path / "run", settings, 1, watcher, ROLLOUT_SOURCES).run()
     assert outcome.best.is_file()
     assert sum(figures["samples"] for figures in watcher.figures) == 256
     for figures in watcher.figures:

@@ -10,8 +10,9 @@ torch = pytest.importorskip("torch")
 from learn.tiny import scenario_file, settings  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
 from tailrace.learn.exploration import Exploration  # noqa: E402
-from tailrace.learn.improve import improvement as module  # noqa: E402
+from tailrace.learn.improve import improvement, rollout_source  # noqa: E402
 from tailrace.learn.improve.improvement import Branching, Ppo  # noqa: E402
+from tailrace.learn.improve.rollout_source import SimulatorRollouts  # noqa: E402
 from tailrace.learn.world_schedule import Plan  # noqa: E402
 from tailrace.parallel import WorkerPool  # noqa: E402
 from tailrace.policy.learned.network import Network  # noqa: E402
@@ -36,16 +37,17 @@ def make(folder, over=None, capacities=()):
     if plan.settings.method == "branching":
         return Branching(network, plan, WORKERS, 10), network
     exploration = Exploration(plan.settings.exploration)
-    return Ppo(network, plan, WORKERS, 10, exploration, 2), network
+    source = SimulatorRollouts(network, plan, 10)
+    return Ppo(network, plan.settings, source, WORKERS, exploration), network
 
 
-def update(improvement, number=0, stage=None):
+def update(method, number=0, stage=None):
     rng = torch.Generator().manual_seed(number)
-    return improvement.update(number, stage, rng, [], lambda done, total: None)
+    return method.update(number, stage, rng, [], lambda done, total: None)
 
 
-def spied(monkeypatch, name):
-    """The tasks given to a function of the module from now on."""
+def spied(monkeypatch, module, name):
+    """The tasks given to a function of a module from now on."""
     tasks, real = [], getattr(module, name)
 
     def spy(task):
@@ -60,9 +62,9 @@ def spied(monkeypatch, name):
 
 
 def test_a_branching_update_moves_the_policy_within_its_limit(tmp_path):
-    improvement, network = make(tmp_path, {"branching": {"epochs": 20, "learning_rate": 5e-3}})
+    method, network = make(tmp_path, {"branching": {"epochs": 20, "learning_rate": 5e-3}})
     before = network.tensors()
-    told = update(improvement)
+    told = update(method)
     assert told["samples"] == 8
     assert told["gain"] > 0
     assert 0 < told["kl"] < 0.3
@@ -74,10 +76,10 @@ def test_a_branching_update_moves_the_policy_within_its_limit(tmp_path):
 
 
 def test_branching_tasks(tmp_path, monkeypatch):
-    tasks = spied(monkeypatch, "branch")
-    improvement, _ = make(tmp_path, {"branching": {"reluctance": 0.5, "candidates": 2}})
-    update(improvement, 0)
-    update(improvement, 1)
+    tasks = spied(monkeypatch, improvement, "branch")
+    method, _ = make(tmp_path, {"branching": {"reluctance": 0.5, "candidates": 2}})
+    update(method, 0)
+    update(method, 1)
     start = seeds(Purpose.TRAINING, 1)[0]
     assert [task.world.seed for task in tasks] == [start + 10 + k for k in range(4)]
     for task in tasks:
@@ -89,7 +91,7 @@ def test_branching_tasks(tmp_path, monkeypatch):
 
 
 def test_large_clusters_are_tried_less_often(tmp_path, monkeypatch):
-    tasks = spied(monkeypatch, "branch")
+    tasks = spied(monkeypatch, improvement, "branch")
     over = {**RANDOM, "branching": {"states": 8, "worlds": 6, "max_horizon_s": 1.0}}
     update(make(tmp_path, over, CAPACITIES)[0])
     sizes = {task.world.scenario.cluster.size: task.rows for task in tasks}
@@ -98,34 +100,34 @@ def test_large_clusters_are_tried_less_often(tmp_path, monkeypatch):
 
 
 def test_samples_of_some_updates_are_kept_and_restored(tmp_path):
-    improvement, network = make(tmp_path, {"branching": {"keep": 2}})
+    method, network = make(tmp_path, {"branching": {"keep": 2}})
     counts = []
     for number in range(3):
-        update(improvement, number)
-        counts.append(sum(len(a) for k, a in improvement.state().items() if k.endswith("world")))
+        update(method, number)
+        counts.append(sum(len(a) for k, a in method.state().items() if k.endswith("world")))
     assert counts == [8, 16, 16]
     other, its_network = make(tmp_path, {"branching": {"keep": 2}})
     its_network.load_tensors(network.tensors())
-    other.restore(improvement.state())
-    assert update(other, 3) == update(improvement, 3)
+    other.restore(method.state())
+    assert update(other, 3) == update(method, 3)
 
 
 def test_the_learning_rate_goes_evenly_to_its_end(tmp_path, monkeypatch):
-    improvement, _ = make(
+    method, _ = make(
         tmp_path,
         {"updates": 3, "branching": {"learning_rate": 1e-3, "final_learning_rate": 2e-4}},
     )
-    rates = [update(improvement, number)["learning_rate"] for number in range(3)]
+    rates = [update(method, number)["learning_rate"] for number in range(3)]
     assert rates == pytest.approx([1e-3, 6e-4, 2e-4])
 
 
 def test_traffic_that_ends_too_soon_is_told(tmp_path, monkeypatch):
-    real = module.branch
+    real = improvement.branch
 
     def short(task):
         return real(replace(task, world=replace(task.world, requests=2)))
 
-    monkeypatch.setattr(module, "branch", short)
+    monkeypatch.setattr(improvement, "branch", short)
     with pytest.raises(TailraceError, match=r"traffic ended before.*lower branching.warmup"):
         update(make(tmp_path)[0])
 
@@ -134,8 +136,8 @@ def test_traffic_that_ends_too_soon_is_told(tmp_path, monkeypatch):
 
 
 def test_a_ppo_update_tells_what_there_is_to_know(tmp_path):
-    improvement, _ = make(tmp_path, {"method": "ppo", "exploration": {"epsilon_start": 0.2}})
-    told = update(improvement)
+    method, _ = make(tmp_path, {"method": "ppo", "exploration": {"epsilon_start": 0.2}})
+    told = update(method)
     assert told["samples"] == 4 * 16
     for name in ("entropy", "kl", "clip_fraction", "explained_variance", "grad_norm", "value_loss",
                  "learning_rate", "raw_reward", "raw_reward_deviation", "share_at_bound",
@@ -149,28 +151,28 @@ def test_a_ppo_update_tells_what_there_is_to_know(tmp_path):
 def test_clusters_are_split_over_tasks_in_whole_groups(
     tmp_path, monkeypatch, clusters, group, tasks
 ):
-    given = spied(monkeypatch, "collect")
+    given = spied(monkeypatch, rollout_source, "collect")
     ppo = {"clusters": clusters, "group": group, "minibatch": 16}
-    improvement, _ = make(tmp_path, {"method": "ppo", "ppo": ppo})
-    update(improvement, 0)
+    method, _ = make(tmp_path, {"method": "ppo", "ppo": ppo})
+    update(method, 0)
     assert len(given) == tasks
     assert sum(task.clusters for task in given) == clusters
-    update(improvement, 1)
+    update(method, 1)
     used = [seed for task in given for seed in (*task.episode_seeds, task.seed)]
     assert len(used) == len(set(used)) == 2 * (clusters // group + tasks)
     assert min(used) == seeds(Purpose.TRAINING, 1, 10)[0]
 
 
 def test_randomised_worlds_of_any_size_fit_in(tmp_path, monkeypatch):
-    given = spied(monkeypatch, "collect")
-    improvement, _ = make(tmp_path, {**RANDOM, "method": "ppo"}, CAPACITIES)
-    told = update(improvement)
+    given = spied(monkeypatch, rollout_source, "collect")
+    method, _ = make(tmp_path, {**RANDOM, "method": "ppo"}, CAPACITIES)
+    told = update(method)
     assert np.isfinite(told["policy_loss"])
     assert {task.max_replicas for task in given} == {6}
 
 
 def test_a_reward_without_variance_is_dead(tmp_path):
     """A bound so low that every decision costs just that."""
-    improvement, _ = make(tmp_path, {"method": "ppo", "reward": {"bound": 1e-12}})
+    method, _ = make(tmp_path, {"method": "ppo", "reward": {"bound": 1e-12}})
     with pytest.raises(TailraceError, match=r"reward is dead.*tailrace headroom.*bound"):
-        update(improvement)
+        update(method)

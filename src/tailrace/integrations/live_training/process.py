@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
-from tailrace.integrations.live_training import router
+from tailrace.integrations.live_training import messages
 from tailrace.learn.improve.recorder import Recorder, Recording, warm_up
 from tailrace.learn.improve.rollout import Rollout
 from tailrace.router.app import Router
@@ -132,7 +132,7 @@ def serve(
             runner.run(process.run())
     except TailraceError as error:
         with contextlib.suppress(OSError):
-            connection.send((router.ERROR, str(error)))
+            connection.send((messages.ERROR, str(error)))
 
 
 class _Process:
@@ -161,25 +161,25 @@ class _Process:
             await self._router.start()
             writer.start()
             threading.Thread(target=self._read, args=(loop,), daemon=True).start()
-            self._news.put((router.LISTENING, self._router.listen_at))
+            self._news.put((messages.LISTENING, self._router.listen_at))
             while not self._stopping.is_set():
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), REPORT_S)
                 self._report()
         finally:
             await self._router.stop(self._drain_s)
-        self._news.put((router.STOPPED, self._summary()))
+        self._news.put((messages.STOPPED, self._summary()))
         self._news.put(None)
         await asyncio.to_thread(writer.join)
 
     def _recorded(self, rollout: Rollout) -> None:
-        self._news.put((router.ROLLOUT, rollout))
+        self._news.put((messages.ROLLOUT, rollout))
 
     def _report(self) -> None:
         recorded = self._recorder.recorded
         if recorded != self._reported:
             self._reported = recorded
-            self._news.put((router.RECORDED, recorded))
+            self._news.put((messages.RECORDED, recorded))
 
     def _summary(self) -> dict[str, Any]:
         return {
@@ -191,11 +191,11 @@ class _Process:
 
     def _do(self, what: str, *given: Any) -> None:
         """Do what the learner says; in the event loop, so never during a decision."""
-        if what == router.STOP:
+        if what == messages.STOP:
             self._stopping.set()
             return
         self._recorder.use(given[0])
-        if what == router.RECORD:
+        if what == messages.RECORD:
             self._recorder.record(*given[1:])
 
     def _read(self, loop: asyncio.AbstractEventLoop) -> None:

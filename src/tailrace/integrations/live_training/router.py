@@ -14,6 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
+from tailrace.integrations.live_training.messages import (
+    ERROR,
+    LISTENING,
+    RECORD,
+    RECORDED,
+    ROLLOUT,
+    STOP,
+    STOPPED,
+    USE,
+)
 from tailrace.learn.improve.recorder import Recording
 from tailrace.learn.improve.rollout import Rollout
 
@@ -28,11 +38,6 @@ MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
 POLICY = "tailrace.integrations.live_training.process:RECORDER"
 #: How much longer than its drain the router may take to end, s.
 GRACE_S = 10.0
-
-# What is said over the pipe, to the router and from it.
-RECORD, USE, STOP = "record", "use", "stop"
-LISTENING, RECORDED, ROLLOUT = "listening", "recorded", "rollout"
-STOPPED, ERROR = "stopped", "error"
 
 
 def read_settings(path: Path) -> "ServeSettings":

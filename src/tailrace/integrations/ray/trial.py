@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tailrace.errors import TailraceError
+from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
 from tailrace.learn.run_folder import RunFolder
 from tailrace.learn.settings import TrainSettings
 from tailrace.learn.trainer import Silent, Trainer
@@ -52,7 +53,8 @@ def run_trial(folder: Path, settings: TrainSettings, report: Report) -> bool:
     note = folder / _FAILURE
     note.unlink(missing_ok=True)
     try:
-        Trainer(folder, None if run.has_state else settings, 1, reporter).run()
+        begin_with = None if run.has_state else settings
+        Trainer(folder, begin_with, 1, reporter, ROLLOUT_SOURCES).run()
     except TailraceError as error:
         note.write_text(str(error), encoding="utf-8")
         return False

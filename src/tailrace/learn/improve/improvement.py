@@ -1,6 +1,6 @@
 """One update of the policy, by branching or by PPO; the trainer does not care which."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError
 from tailrace.learn.exploration import Exploration
 from tailrace.learn.imitate import fit
 from tailrace.learn.improve.ppo import Learner
-from tailrace.learn.improve.rollout import Rollout, RolloutTask, collect
+from tailrace.learn.improve.rollout import Rollout
+from tailrace.learn.improve.rollout_source import RolloutSource, Tick, gather
 from tailrace.learn.samples import Samples, grouped
-from tailrace.learn.settings import ROLLOUT_TASKS, Stage, TrainSettings
+from tailrace.learn.settings import Stage, TrainSettings
 from tailrace.learn.world_schedule import Plan
 from tailrace.learn.worlds import BranchTask, branch
 from tailrace.parallel import WorkerPool
@@ -29,8 +29,6 @@ Arrays = dict[str, NDArray[Any]]
 Figures = dict[str, float]
 #: Replicas up to which a cluster counts as small; a decision of a larger one takes longer to try.
 SMALL = 4
-
-Tick = Callable[[int, int], None]  #: tasks done, tasks in all
 
 
 class Improvement(Protocol):
@@ -54,17 +52,6 @@ class Improvement(Protocol):
 
     def close(self) -> None:
         """Let go of whatever was started for it."""
-
-
-def gather(
-    workers: WorkerPool, work: Callable[[Any], Any], tasks: Sequence[Any], tick: Tick
-) -> list[Any]:
-    """Do tasks side by side and tell how many are done."""
-    results = []
-    for result in workers.map(work, tasks):
-        results.append(result)
-        tick(len(results), len(tasks))
-    return results
 
 
 class Branching:
@@ -171,20 +158,16 @@ class Ppo:
     def __init__(
         self,
         network: Network,
-        plan: Plan,
+        settings: TrainSettings,
+        source: RolloutSource,
         workers: WorkerPool,
-        first_seed: int,
         exploration: Exploration,
-        tasks: int = ROLLOUT_TASKS,
     ) -> None:
-        """The clusters of an update are split over so many tasks."""
-        self._network, self._plan, self._workers = network, plan, workers
-        self._settings: TrainSettings = plan.settings
-        self._first_seed, self._exploration = first_seed, exploration
-        p = self._settings.ppo
-        groups = p.clusters // p.group
-        self._tasks = next(k for k in range(min(tasks, groups), 0, -1) if groups % k == 0)
-        self._learner = Learner(network, p, self._settings.updates)
+        """Take the rollouts of every update from ``source``."""
+        self._network, self._settings = network, settings
+        self._source, self._workers, self._exploration = source, workers, exploration
+        p = settings.ppo
+        self._learner = Learner(network, p, settings.updates)
         self._start: Network | None = None
         if p.start_kl > 0:
             self._start = Network(network.config, network.features, network.globals_)
@@ -200,9 +183,10 @@ class Ppo:
     ) -> Figures:
         """Do the ``number``-th update, counted from 0."""
         now = self._exploration.values(number)
-        rollouts = self._rollouts(number, stage, tick)
+        rollouts = self._source.rollouts(number, stage, now, self._workers, tick)
         _check_alive(rollouts, self._settings.safety.dead_deviation)
         figures = self._learner.update(rollouts, now, number, rng, lessons, self._start)
+        self._source.updated()
         self._exploration.after_update(number, figures["entropy_fraction"])
         told = {
             name: float(np.mean([r.figures[name] for r in rollouts]))
@@ -215,44 +199,6 @@ class Ppo:
         )
         now_told = {name: float(value) for name, value in now._asdict().items()}
         return figures | told | {"samples": float(steps), **now_told}
-
-    def _rollouts(self, number: int, stage: Stage | None, tick: Tick) -> list[Rollout]:
-        """Play for an update; other worlds than the simulator's come in here (outside.py)."""
-        return gather(self._workers, collect, self._rollout_tasks(number, stage), tick)
-
-    def _reward(self, stage: Stage | None) -> RewardSettings:
-        reward = self._settings.reward
-        if stage is not None and stage.late_weight is not None:
-            reward = reward.model_copy(update={"late": stage.late_weight})
-        return reward
-
-    def _rollout_tasks(self, number: int, stage: Stage | None) -> list[RolloutTask]:
-        p, now = self._settings.ppo, self._exploration.values(number)
-        reward = self._reward(stage)
-        groups = p.clusters // p.group // self._tasks
-        per_update = self._tasks * (groups + 1)
-        tasks = []
-        for k in range(self._tasks):
-            first = self._first_seed + number * per_update + k * (groups + 1)
-            tasks.append(
-                RolloutTask(
-                    worlds=self._plan.source(stage),
-                    episode_seeds=tuple(self._plan.seed(first + g) for g in range(groups)),
-                    config=self._network.config,
-                    tensors=self._network.tensors(),
-                    seed=self._plan.seed(first + groups),
-                    clusters=groups * p.group,
-                    group=p.group,
-                    warmup=p.warmup,
-                    decisions=p.decisions,
-                    chunk=p.chunk,
-                    temperature=now.temperature,
-                    epsilon=now.epsilon,
-                    reward=reward,
-                    max_replicas=self._plan.most_replicas,
-                )
-            )
-        return tasks
 
     def state(self) -> Arrays:
         """Return optimiser and warm-start policy; the network itself is kept by the trainer."""
@@ -272,7 +218,8 @@ class Ppo:
             )
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Close the source of rollouts."""
+        self._source.close()
 
 
 def _check_alive(rollouts: Sequence[Rollout], least: float) -> None:

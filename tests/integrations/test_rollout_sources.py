@@ -1,4 +1,6 @@
-"""Which world a run plays in, and what is refused before it has done anything."""
+"""Rollout sources by the setting env, and what is refused before a run has done anything."""
+
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,19 +12,26 @@ from learn.tiny import SETTINGS, Noted, scenario_file
 from tailrace.cli.train import command
 from tailrace.config import Cluster, Event, Replica, Scenario
 from tailrace.errors import TailraceError
-from tailrace.learn import external_worlds
+from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
+from tailrace.integrations.vidur import rollout_source as vidur_source
 from tailrace.learn import settings as s
-from tailrace.learn.improve.improvement import Ppo
 from tailrace.learn.trainer import Trainer
 from tailrace.learn.world_schedule import Plan
 from tailrace.policy.learned import checkpoint
+from tailrace.policy.learned.network import Network
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 
 
-def test_every_world_has_its_ppo():
-    assert list(external_worlds.WORLDS) == ["sim", "vidur", "live"]
-    assert external_worlds.WORLDS["sim"] is Ppo
-    for kind in external_worlds.WORLDS.values():
-        assert issubclass(kind, Ppo)
+def test_every_env_but_the_simulator_has_a_source():
+    annotation = s.TrainSettings.model_fields["env"].annotation
+    assert set(get_args(annotation)) == {"sim", *ROLLOUT_SOURCES}
+
+
+def test_a_trainer_without_the_source_says_so(tmp_path):
+    settings, _ = planned(env="vidur")
+    with pytest.raises(TailraceError, match=r"env = 'vidur' is played by a rollout source"):
+        Trainer(tmp_path / "run", settings, 1)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.compiled
@@ -53,26 +62,32 @@ def planned(**over):
     return settings, Plan(settings)
 
 
+def check(settings, plan):
+    """Make the source of a run, which raises if the run cannot be played there."""
+    network = Network(settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
+    ROLLOUT_SOURCES[settings.env](network, plan, 0)
+
+
 def test_what_vidur_cannot_play_is_told_at_once(monkeypatch):
-    monkeypatch.setattr(external_worlds, "require", lambda: None)
-    external_worlds.check(*planned(env="vidur"))
+    monkeypatch.setattr(vidur_source, "require", lambda: None)
+    check(*planned(env="vidur"))
     dies = {"events": (Event(at_s=1.0, replica=0, kind="die"),)}
     with pytest.raises(TailraceError, match="vidur has no failures or drains"):
-        external_worlds.check(*planned(env="vidur", scenario=dies))
+        check(*planned(env="vidur", scenario=dies))
 
 
 def test_what_a_live_router_needs_is_told_at_once(tmp_path, monkeypatch):
     path = tmp_path / "router.toml"
     with pytest.raises(TailraceError, match="cannot read"):
-        external_worlds.check(*planned(env="live", serve=str(path)))
+        check(*planned(env="live", serve=str(path)))
     path.write_text('backends = [{url = "http://127.0.0.1:1"}]')
     with pytest.raises(TailraceError, match="with one backend there is no choice"):
-        external_worlds.check(*planned(env="live", serve=str(path)))
+        check(*planned(env="live", serve=str(path)))
     path.write_text('backends = [{url = "http://127.0.0.1:1"}, {url = "http://127.0.0.1:2"}]')
-    external_worlds.check(*planned(env="live", serve=str(path)))
+    check(*planned(env="live", serve=str(path)))
     monkeypatch.setattr("tailrace.integrations.live_training.router.find_spec", lambda name: None)
     with pytest.raises(TailraceError, match=r"needs httptools: pip install 'tailrace\[serve\]'"):
-        external_worlds.check(*planned(env="live", serve=str(path)))
+        check(*planned(env="live", serve=str(path)))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from policy.networks import small
 from tailrace.learn.exploration import Now
 from tailrace.learn.improve.ppo import Learner, PpoSettings
-from tailrace.learn.improve.rollout import Ends, Rollout, behaviour, sample
+from tailrace.learn.improve.rollout import BootstrapStates, Rollout, behaviour, sample
 from tailrace.policy.learned.network import LOGIT_GAIN, Network
 
 torch.set_num_threads(1)
@@ -58,7 +58,7 @@ def play(network: Network, rng: np.random.Generator, reward=pays, now=Now(), n=3
     action = sample(policy, rng.random(len(policy)))
     log_prob = np.log(policy[np.arange(len(policy)), action]).reshape(steps, clusters)
     action = action.reshape(steps, clusters)
-    ends = Ends(
+    ends = BootstrapStates(
         np.full(clusters, steps - 1),
         np.arange(clusters),
         replica_obs[-1],

@@ -10,7 +10,7 @@ from tailrace.errors import TailraceError  # noqa: E402
 from tailrace.learn.settings import SafetySettings  # noqa: E402
 from tailrace.learn.stopping import Behind, check_collapse, health  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
-from tailrace.learn.validation import Validation, Verdict  # noqa: E402
+from tailrace.learn.validation import Validation, ValidationResult  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
 
 RULE = ("lmetric", 0.8)
@@ -18,8 +18,8 @@ RULE = ("lmetric", 0.8)
 GOOD, BAD = 0.5, 2.0
 
 
-def verdict(*shares: float, score: float = 1.0) -> Verdict:
-    return Verdict((1.0,), score, 1.0, 1.0, shares, np.array(shares))
+def verdict(*shares: float, score: float = 1.0) -> ValidationResult:
+    return ValidationResult((1.0,), score, 1.0, 1.0, shares, np.array(shares))
 
 
 @pytest.fixture

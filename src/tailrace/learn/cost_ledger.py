@@ -18,7 +18,7 @@ from tailrace.sim.types import CLUSTER, REQUEST_FACT, REQUEST_STATE
 PLACES = 64
 
 
-class Book:
+class CostLedger:
     """Cost accounts of one cluster. Times in s, of one clock, which need not begin at 0."""
 
     def __init__(self, reward: RewardSettings | None = None) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from tailrace.errors import TailraceError
 from tailrace.learn.settings import SafetySettings
-from tailrace.learn.validation import Verdict
+from tailrace.learn.validation import ValidationResult
 
 #: What the figures of a healthy run look like.
 MOST_CLIPPED = 0.4
@@ -17,7 +17,7 @@ LEAST_ENTROPY, MOST_ENTROPY = 0.005, 0.98
 HOARDING = 1.5
 
 
-def check_collapse(verdict: Verdict, settings: SafetySettings) -> None:
+def check_collapse(verdict: ValidationResult, settings: SafetySettings) -> None:
     """Raise if the policy sends everything to one replica, whatever the state."""
     if verdict.largest_shares and min(verdict.largest_shares) >= settings.collapse_share:
         raise TailraceError(

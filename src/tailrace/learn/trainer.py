@@ -31,7 +31,7 @@ from tailrace.learn.progress import Silent, Watcher
 from tailrace.learn.run_folder import RunFolder
 from tailrace.learn.samples import Samples, grouped
 from tailrace.learn.settings import TrainSettings
-from tailrace.learn.validation import Validation, Verdict
+from tailrace.learn.validation import Validation, ValidationResult
 from tailrace.learn.world_schedule import Plan
 from tailrace.learn.worlds import Driver, label
 from tailrace.parallel import WorkerPool
@@ -132,9 +132,9 @@ class Trainer:
             self.folder.create(settings)
         self.workers = WorkerPool(jobs)
         self._demonstrations: list[Samples] = []
-        self._lessons: list[fit.Demonstrations] = []
+        self._lessons: list[fit.ImitationTargets] = []
         self._improvement: Improvement | None = None
-        self._verdict: Verdict | None = None
+        self._verdict: ValidationResult | None = None
         self._rows: list[dict[str, float]] = []
         if arrays:
             self._restore(arrays)
@@ -277,7 +277,7 @@ class Trainer:
         if self._wants_lessons(0):
             temperature_s = self.settings.demonstrations.temperature_s
             self._lessons = [
-                fit.Demonstrations.of(samples, temperature_s) for samples in self._demonstrations
+                fit.ImitationTargets.of(samples, temperature_s) for samples in self._demonstrations
             ]
         self._demonstrations = []
 
@@ -314,7 +314,7 @@ class Trainer:
             "red_flag": int(flag),
         }
 
-    def _keep_if_best(self, network: Network, verdict: Verdict, step: int) -> bool:
+    def _keep_if_best(self, network: Network, verdict: ValidationResult, step: int) -> bool:
         """Make a policy the best one of the run if it is; returns whether it is."""
         best = self.progress.best_score
         if best is not None and verdict.score >= best:

@@ -11,7 +11,7 @@ from tailrace.parallel import WorkerPool
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ValidationResult:
     """A policy's costs on the validation worlds."""
 
     costs: tuple[float, ...]  #: mean cost of a request in each scenario, s
@@ -39,11 +39,11 @@ class Validation:
             of_rule = played[k * len(self.worlds) : (k + 1) * len(self.worlds)]
             self.rule_costs[rule] = self._by_scenario(of_rule)
 
-    def judge(self, driver: Driver, workers: WorkerPool) -> Verdict:
+    def judge(self, driver: Driver, workers: WorkerPool) -> ValidationResult:
         """Play a policy."""
         played = list(workers.map(score, [ScoreTask(world, driver) for world in self.worlds]))
         costs = self._by_scenario(played)
-        return Verdict(
+        return ValidationResult(
             costs,
             self.score(costs),
             _geometric_mean([p.ttft_p99_s for p in played]),

@@ -24,7 +24,7 @@ from tailrace.config import Cluster, Replica
 from tailrace.emulate.emulator import Emulator
 from tailrace.errors import TailraceError
 from tailrace.integrations.live_training import process as live_process
-from tailrace.integrations.live_training.process import Ends, LiveRecorder
+from tailrace.integrations.live_training.process import LiveRecorder, OutcomeSink
 from tailrace.integrations.live_training.rollout_source import LiveRollouts
 from tailrace.integrations.live_training.router import POLICY, LiveRouter
 from tailrace.learn import settings as s
@@ -243,12 +243,12 @@ def asked(cluster: ClusterState, chooser: Chooser, text: str = "x", **fields: ob
 
 def over(recorder: LiveRecorder, attempt: Attempt, outcome: str) -> None:
     attempt.close(outcome)
-    Ends(Telemetry(), recorder).request_done(attempt, 200, outcome, "chat")
+    OutcomeSink(Telemetry(), recorder).request_done(attempt, 200, outcome, "chat")
 
 
 def cost_s(recorder: LiveRecorder, now: float) -> dict[str, float]:
     terms = np.zeros(8)
-    recorder._book.read(now, terms)
+    recorder._ledger.read(now, terms)
     return {"e2e": terms[0], "ttft": terms[1], "late": terms[2], "lost": terms[3]}
 
 

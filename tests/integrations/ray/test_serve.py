@@ -36,18 +36,18 @@ def deploy(started, request):
         app = Echo.options(num_replicas=replicas, request_router_config=config).bind()
         handle = serve.run(app, name=name, route_prefix=None)
         ask(handle)  # the router is made with the first request, and hears of replicas one by one
-        until(lambda: list(book_of(handle).in_flight.values()) == [0] * replicas)
+        until(lambda: list(state_of(handle).in_flight.values()) == [0] * replicas)
         return handle
 
     yield deploy
     serve.delete(name)
 
 
-def book_of(handle):
+def state_of(handle):
     """What the router behind a handle remembers."""
     router = handle._router._asyncio_router.request_router
     assert type(router) is TailraceRouter
-    return router.book
+    return router.handle_state
 
 
 def ask(handle, text="hello", session=""):
@@ -67,19 +67,19 @@ def test_round_robin_takes_turns_and_every_request_is_accounted_for(deploy):
     found = [ask(handle) for _ in range(9)]
     assert Counter(found).keys() == set(found[:3])
     assert found == found[:3] * 3
-    book = book_of(handle)
-    until(lambda: set(book.in_flight.values()) == {0})
-    assert book.chooser.counts["decisions"] == 10
+    state = state_of(handle)
+    until(lambda: set(state.in_flight.values()) == {0})
+    assert state.chooser.counts["decisions"] == 10
 
 
 def test_requests_under_way_count(deploy):
     handle = deploy("least_outstanding", 2)
     held = [handle.hold.remote("wait") for _ in range(4)]
-    book = book_of(handle)
-    until(lambda: sorted(book.in_flight.values()) == [2, 2])
+    state = state_of(handle)
+    until(lambda: sorted(state.in_flight.values()) == [2, 2])
     # Whoever is released is idle then, and gets all that comes next.
     handle.release.remote().result(timeout_s=120)
-    until(lambda: sorted(book.in_flight.values()) == [0, 2])
+    until(lambda: sorted(state.in_flight.values()) == [0, 2])
     assert len({ask(handle) for _ in range(4)}) == 1
     assert len(held) == 4  # the other two are held to the end
 
@@ -88,8 +88,8 @@ def test_a_session_stays_with_its_replica_and_a_dead_one_is_survived(deploy):
     handle = deploy("sticky_session", 2)
     # Two sessions at once, so that they begin at different replicas.
     both = [handle.options(session_id=name).hold.remote("hi") for name in ("s", "t")]
-    book = book_of(handle)
-    until(lambda: sorted(book.in_flight.values()) == [1, 1])
+    state = state_of(handle)
+    until(lambda: sorted(state.in_flight.values()) == [1, 1])
     for name in ("s", "t"):
         handle.options(session_id=name).release.remote().result(timeout_s=120)
     homes = [answer.result(timeout_s=120) for answer in both]
@@ -103,15 +103,15 @@ def test_a_session_stays_with_its_replica_and_a_dead_one_is_survived(deploy):
     new = ask(handle, session="s")
     assert new != homes[0]
     assert [ask(handle, session="s") for _ in range(3)] == [new] * 3
-    until(lambda: len(book.in_flight) == 2)  # Serve has started another one
-    assert set(book.in_flight.values()) == {0}
+    until(lambda: len(state.in_flight) == 2)  # Serve has started another one
+    assert set(state.in_flight.values()) == {0}
 
 
 def test_the_trained_policy_routes_by_content(deploy):
     handle = deploy("tailrace", 2)
     answers = [ask(handle, f"{k} " + "words " * 50) for k in range(10)]
     assert len(answers) == 10
-    counts = book_of(handle).chooser.counts
+    counts = state_of(handle).chooser.counts
     assert counts["decisions"] == 11
     text = "a long text that all have in common " * 400
     home = ask(handle, text)

@@ -7,7 +7,7 @@ pytest.importorskip("xxhash")
 from pydantic import BaseModel
 
 from tailrace.errors import TailraceError
-from tailrace.integrations.ray.serve_state import Book, ServeSettings, asked_of
+from tailrace.integrations.ray.serve_state import HandleState, RayServeSettings, request_body_of
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.view.records import NEVER
 
@@ -27,28 +27,28 @@ def clock():
 
 
 @pytest.fixture
-def book(clock):
-    def book(policy, *keys):
-        made = Book(ServeSettings.of(policy, choose={"limit_ms": 1e6}), clock)
+def state(clock):
+    def state(policy, *keys):
+        made = HandleState(RayServeSettings.of(policy, choose={"limit_ms": 1e6}), clock)
         made.set_replicas(keys)
         return made
 
-    return book
+    return state
 
 
 def prompt(text="hello", session=None):
     return lambda: RequestBody("completion", text=text, session=session)
 
 
-def send(book, request, asked=None, full=()):
+def send(state, request, asked=None, full=()):
     """Choose, and have it accepted."""
-    key = book.choose(request, asked or prompt(), full)[0]
-    book.routed(request, key)
+    key = state.choose(request, asked or prompt(), full)[0]
+    state.routed(request, key)
     return key
 
 
-def test_requests_count_until_they_end(book):
-    b = book("least_outstanding", "a", "b", "c")
+def test_requests_count_until_they_end(state):
+    b = state("least_outstanding", "a", "b", "c")
     first = {send(b, name) for name in ("1", "2", "3")}
     assert first == {"a", "b", "c"}
     assert b.in_flight == {"a": 1, "b": 1, "c": 1}
@@ -59,8 +59,8 @@ def test_requests_count_until_they_end(book):
     assert b.in_flight == {"a": 1, "b": 1, "c": 1}
 
 
-def test_ranks_are_the_policys_and_full_replicas_come_last(book):
-    b = book("least_outstanding", "a", "b", "c")
+def test_ranks_are_the_policys_and_full_replicas_come_last(state):
+    b = state("least_outstanding", "a", "b", "c")
     send(b, "1", full=("b", "c"))
     send(b, "2", full=("b", "c"))
     send(b, "3", full=("a", "c"))
@@ -69,8 +69,8 @@ def test_ranks_are_the_policys_and_full_replicas_come_last(book):
     assert set(b.choose("6", prompt(), ("a", "b", "c"))) == {"a", "b", "c"}
 
 
-def test_a_request_that_is_turned_away_counts_where_it_ends_up(book):
-    b = book("least_outstanding", "a", "b")
+def test_a_request_that_is_turned_away_counts_where_it_ends_up(state):
+    b = state("least_outstanding", "a", "b")
     send(b, "0", full=("b",))
     assert b.choose("1", prompt())[0] == "b"
     b.ended("1", "b")  # turned away: Serve says so like this
@@ -84,8 +84,8 @@ def test_a_request_that_is_turned_away_counts_where_it_ends_up(book):
     assert b.in_flight == {"a": 1, "b": 0}
 
 
-def test_a_request_may_end_before_it_is_known_to_be_accepted(book):
-    b = book("least_outstanding", "a", "b")
+def test_a_request_may_end_before_it_is_known_to_be_accepted(state):
+    b = state("least_outstanding", "a", "b")
     b.ended("0", send(b, "0"))
     key = b.choose("1", prompt())[0]
     b.ended("1", key)
@@ -95,8 +95,8 @@ def test_a_request_may_end_before_it_is_known_to_be_accepted(book):
     assert not b._ended_early
 
 
-def test_a_request_given_up_before_it_was_accepted_counts_no_more(book):
-    b = book("least_outstanding", "a", "b")
+def test_a_request_given_up_before_it_was_accepted_counts_no_more(state):
+    b = state("least_outstanding", "a", "b")
     b.choose("1", prompt())
     assert sum(b.in_flight.values()) == 1
     b.dropped("1")
@@ -106,8 +106,8 @@ def test_a_request_given_up_before_it_was_accepted_counts_no_more(book):
     assert b.in_flight[key] == 1
 
 
-def test_a_dead_replica_takes_all_with_it_and_its_row_is_used_again(book):
-    b = book("least_outstanding", "a", "b")
+def test_a_dead_replica_takes_all_with_it_and_its_row_is_used_again(state):
+    b = state("least_outstanding", "a", "b")
     for name in "123456":
         send(b, name)
     b.lost("a")
@@ -125,15 +125,15 @@ def test_a_dead_replica_takes_all_with_it_and_its_row_is_used_again(book):
     assert b.in_flight == {"d": 0}
 
 
-def test_no_replica_no_choice(book):
-    b = book("round_robin")
+def test_no_replica_no_choice(state):
+    b = state("round_robin")
     assert b.choose("1", prompt()) == []
     b.set_replicas(["a"])
     assert b.choose("1", prompt()) == ["a"]
 
 
-def test_a_session_stays_and_another_goes_elsewhere(book):
-    b = book("sticky_session", "a", "b")
+def test_a_session_stays_and_another_goes_elsewhere(state):
+    b = state("sticky_session", "a", "b")
     home = send(b, "1", prompt(session="s"))
     other = send(b, "2", prompt(session="t"))
     assert other != home
@@ -141,8 +141,8 @@ def test_a_session_stays_and_another_goes_elsewhere(book):
         assert send(b, str(k), prompt(session="s")) == home
 
 
-def test_equal_prompts_meet_where_they_are_cached(book):
-    b = book("cache_aware", "a", "b", "c")
+def test_equal_prompts_meet_where_they_are_cached(state):
+    b = state("cache_aware", "a", "b", "c")
     text = "the same long beginning " * 200
     home = send(b, "1", prompt(text))
     b.ended("1", home)
@@ -151,8 +151,8 @@ def test_equal_prompts_meet_where_they_are_cached(book):
         b.ended(str(k), home)
 
 
-def test_replicas_tell_their_load(book, clock):
-    b = book("vllm_dp", "a", "b")
+def test_replicas_tell_their_load(state, clock):
+    b = state("vllm_dp", "a", "b")
     assert set(b.cluster.replicas["metrics_at"]) == {NEVER}
     b.ongoing("a", 5)
     clock.now += 1
@@ -167,16 +167,16 @@ def test_replicas_tell_their_load(book, clock):
     b.ongoing("nobody", 3)
 
 
-def test_the_trained_policy_decides(book):
-    b = book("tailrace", "a", "b", "c")
+def test_the_trained_policy_decides(state):
+    b = state("tailrace", "a", "b", "c")
     for k in range(30):
         send(b, str(k), prompt("words " * (k + 1)))
     assert b.chooser.counts["decisions"] == 30
     assert min(b.in_flight.values()) > 4
 
 
-def test_unknown_lengths_do_not_change_what_is_expected(book):
-    b = book("round_robin", "a")
+def test_unknown_lengths_do_not_change_what_is_expected(state):
+    b = state("round_robin", "a")
     for k in range(20):
         b.ended(str(k), send(b, str(k)))
     b.choose("x", prompt())
@@ -185,9 +185,9 @@ def test_unknown_lengths_do_not_change_what_is_expected(book):
 
 def test_mistakes_in_the_settings_are_named():
     with pytest.raises(TailraceError, match="polcy"):
-        ServeSettings.of(polcy="tailrace")
+        RayServeSettings.of(polcy="tailrace")
     with pytest.raises(TailraceError, match="no_such"):
-        Book(ServeSettings.of("no_such"))
+        HandleState(RayServeSettings.of("no_such"))
 
 
 class Body(BaseModel):
@@ -198,12 +198,14 @@ class Body(BaseModel):
 
 def test_what_a_call_asks_for():
     chat = {"messages": [{"role": "user", "content": "hi"}], "user": "u", "model": "m"}
-    asked = asked_of([chat], {}, "", "other")
+    asked = request_body_of([chat], {}, "", "other")
     assert (asked.kind, asked.session, asked.model) == ("chat", "u", "m")
-    assert asked_of([chat], {}, "s", "").session == "s"
-    asked = asked_of([], {"request": Body(messages=chat["messages"], max_tokens=7)}, "", "lora")
+    assert request_body_of([chat], {}, "s", "").session == "s"
+    asked = request_body_of(
+        [], {"request": Body(messages=chat["messages"], max_tokens=7)}, "", "lora"
+    )
     assert (asked.kind, asked.max_tokens, asked.model, asked.streams) == ("chat", 7, "lora", False)
-    assert asked_of([object(), "a prompt"], {}, "", "").text == "a prompt"
-    assert asked_of([[1, 2, 3]], {}, "", "").token_ids == [1, 2, 3]
-    nothing = asked_of([object(), 5], {"x": {"y": 1}}, "s", "")
+    assert request_body_of([object(), "a prompt"], {}, "", "").text == "a prompt"
+    assert request_body_of([[1, 2, 3]], {}, "", "").token_ids == [1, 2, 3]
+    nothing = request_body_of([object(), 5], {"x": {"y": 1}}, "s", "")
     assert (nothing.kind, nothing.text, nothing.session) == ("other", None, "s")

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from learn.played import FEATURES, GLOBALS, learn, network_of, pays, play, settings  # noqa: E402
 from tailrace.learn.exploration import Now  # noqa: E402
-from tailrace.learn.imitate.fit import Demonstrations  # noqa: E402
+from tailrace.learn.imitate.fit import ImitationTargets  # noqa: E402
 from tailrace.learn.improve.ppo import Learner  # noqa: E402
 from tailrace.learn.improve.returns import estimate  # noqa: E402
 from tailrace.learn.samples import Samples  # noqa: E402
@@ -89,7 +89,7 @@ def test_the_warm_start_holds_the_policy_until_it_has_faded():
     assert learn(check, range(1), warm_start=start)["kl_to_start"] > 5 * held["kl_to_start"]
 
 
-def demonstrations(n: int) -> Demonstrations:
+def demonstrations(n: int) -> ImitationTargets:
     """The replica with the largest first feature is the cheapest."""
     rng = np.random.default_rng(n)
     rows = Samples.empty(500, n, 0)
@@ -100,7 +100,7 @@ def demonstrations(n: int) -> Demonstrations:
         "tried": np.ones((500, n), np.bool_),
     }
     rows = replace(rows, **given, costs=-given["replica_obs"][..., 0].astype(np.float64))
-    return Demonstrations.of(rows, 0.1)
+    return ImitationTargets.of(rows, 0.1)
 
 
 def test_imitation_is_mixed_in_and_fades_out():

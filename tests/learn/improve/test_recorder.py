@@ -8,7 +8,7 @@ from tailrace.config import Cluster, Engine, Event, Replica, Scenario, Workload
 from tailrace.env.core import Core, EnvSettings
 from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError
-from tailrace.learn.cost_ledger import PLACES, Book
+from tailrace.learn.cost_ledger import PLACES, CostLedger
 from tailrace.learn.improve.recorder import Recorder, Recording, warm_up
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.architecture import pack
@@ -271,26 +271,26 @@ def test_a_warm_up_leaves_no_trace(variant):
 
 
 def test_accounts_by_hand_with_more_requests_than_there_was_room_for():
-    book, terms = Book(), np.zeros(cost_accounts.N_TERMS)
+    ledger, terms = CostLedger(), np.zeros(cost_accounts.N_TERMS)
     count = 2 * PLACES + 3
     for k in range(count):
-        book.arrived(k, 100.0, 1.0)
-        book.arrived(k, 101.0, 9.0)  # is there already
-    book.read(102.0, terms)
+        ledger.arrived(k, 100.0, 1.0)
+        ledger.arrived(k, 101.0, 9.0)  # is there already
+    ledger.read(102.0, terms)
     assert terms[cost_accounts.E2E] == terms[cost_accounts.TTFT] == pytest.approx(2.0 * count)
     assert terms[cost_accounts.LATE] == pytest.approx(1.0 * count)
     for k in range(count - 1):
-        book.first_token(k, 102.0)
-        book.first_token(k, 103.0)  # came already
-        book.ended(k, 104.0, lost=k == 0)
-        book.ended(k, 105.0)
-    book.ended(count - 1, 104.0)  # an answer in one piece
-    assert len(book) == 0
-    assert 5 not in book
-    book.read(110.0, terms)
+        ledger.first_token(k, 102.0)
+        ledger.first_token(k, 103.0)  # came already
+        ledger.ended(k, 104.0, lost=k == 0)
+        ledger.ended(k, 105.0)
+    ledger.ended(count - 1, 104.0)  # an answer in one piece
+    assert len(ledger) == 0
+    assert 5 not in ledger
+    ledger.read(110.0, terms)
     assert terms[cost_accounts.E2E] == pytest.approx(4.0 * count)
     assert terms[cost_accounts.TTFT] == pytest.approx(2.0 * (count - 1) + 4.0)
     assert terms[cost_accounts.LATE] == pytest.approx(1.0 * (count - 1) + 3.0)
     assert terms[cost_accounts.LOST_REQUESTS] == 1
     assert terms[cost_accounts.FINISHED] == count - 1
-    assert book.ended_at == 104.0
+    assert ledger.ended_at == 104.0

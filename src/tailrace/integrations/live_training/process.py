@@ -57,7 +57,7 @@ class LiveRecorder(Recorder):
 
     def __len__(self) -> int:
         """Requests that have not ended, as far as it knows."""
-        return len(self._book)
+        return len(self._ledger)
 
     def reset(self, n_replicas: int, seed: int) -> None:
         """Forget all requests."""
@@ -71,7 +71,7 @@ class LiveRecorder(Recorder):
         for number, at in list(self._failed_at.items()):
             if now - at > self._patience_s:
                 del self._failed_at[number]
-                self._book.ended(number, now, lost=True)
+                self._ledger.ended(number, now, lost=True)
         return super().scores(view)
 
     def finished(self, replica: int, request_id: int, now: float) -> None:
@@ -87,11 +87,11 @@ class LiveRecorder(Recorder):
         self._failed_at.pop(number, None)
         at = attempt.sent_at if attempt.last_at is None else attempt.last_at
         if attempt.first_at is not None:
-            self._book.first_token(number, attempt.first_at)
-        self._book.ended(number, at, lost=outcome not in _NOT_LOST)
+            self._ledger.first_token(number, attempt.first_at)
+        self._ledger.ended(number, at, lost=outcome not in _NOT_LOST)
 
 
-class Ends:
+class OutcomeSink:
     """Sink that passes all events on, and the ends of requests to a recorder."""
 
     def __init__(self, events: EventSink, recorder: LiveRecorder) -> None:
@@ -146,7 +146,7 @@ class _Process:
         patience_s = settings.admission.max_wait_s + 1.0
         self._recorder = RECORDER = LiveRecorder(recording, params, self._recorded, patience_s)
         self._router = Router(settings)
-        self._router.events = Ends(self._router.events, self._recorder)
+        self._router.events = OutcomeSink(self._router.events, self._recorder)
         self._drain_s = settings.drain_s
         self._stopping = asyncio.Event()
         self._reported = 0

@@ -13,7 +13,7 @@ from typing import Any
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from tailrace.integrations.ray.serve_state import Book, ServeSettings, asked_of
+from tailrace.integrations.ray.serve_state import HandleState, RayServeSettings, request_body_of
 
 
 def router_config(
@@ -21,11 +21,11 @@ def router_config(
 ) -> RequestRouterConfig:
     """Return the ``request_router_config`` of a deployment whose replicas a policy chooses.
 
-    ``kwargs``: those of :class:`~tailrace.integrations.ray.serve_state.ServeSettings`, e.g.
+    ``kwargs``: those of :class:`~tailrace.integrations.ray.serve_state.RayServeSettings`, e.g.
     ``server={"device": ...}``. ``stats_period_s``: seconds between two calls of a deployment's
     ``record_routing_stats``, if it has one.
     """
-    ServeSettings.of(policy, **kwargs)  # a mistake shows here, not in some actor
+    RayServeSettings.of(policy, **kwargs)  # a mistake shows here, not in some actor
     return RequestRouterConfig(
         request_router_class=f"{TailraceRouter.__module__}.{TailraceRouter.__qualname__}",
         request_router_kwargs={"policy": policy, **kwargs},
@@ -36,36 +36,36 @@ def router_config(
 class TailraceRouter(RequestRouter):  # type: ignore[misc]
     """Ranks replicas by a policy's scores; Serve takes the first that has room."""
 
-    book: Book
+    handle_state: HandleState
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Load the policy; ``kwargs`` are the ``request_router_kwargs``."""
-        self.book = Book(ServeSettings.of(**kwargs))
+        self.handle_state = HandleState(RayServeSettings.of(**kwargs))
         self._has_stats: set[ReplicaID] = set()
 
     # ---- replicas -------------------------------------------------------------------------------
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """All replicas there are now, each with its latest routing stats."""
-        self.book.set_replicas(replica.replica_id for replica in replicas)
+        self.handle_state.set_replicas(replica.replica_id for replica in replicas)
         for replica in replicas:
             figures = replica.routing_stats
             if isinstance(figures, Mapping) and figures:
                 self._has_stats.add(replica.replica_id)
-                self.book.stats(replica.replica_id, figures)
+                self.handle_state.stats(replica.replica_id, figures)
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """A replica is gone."""
         super().on_replica_actor_died(replica_id)
         self._has_stats.discard(replica_id)
-        self.book.lost(replica_id)
+        self.handle_state.lost(replica_id)
 
     def on_new_queue_len_info(self, replica_id: ReplicaID, num_ongoing_requests: int) -> None:
         """A replica has told how many requests it has, from all handles."""
         super().on_new_queue_len_info(replica_id, num_ongoing_requests)
         if replica_id not in self._has_stats:
-            self.book.ongoing(replica_id, num_ongoing_requests)
+            self.handle_state.ongoing(replica_id, num_ongoing_requests)
 
     # ---- requests -------------------------------------------------------------------------------
 
@@ -83,9 +83,9 @@ class TailraceRouter(RequestRouter):  # type: ignore[misc]
         room = {r.replica_id for r in self.select_available_replicas(candidate_replicas)}
         about = pending_request.metadata
         request = about.internal_request_id
-        ranked = self.book.choose(
+        ranked = self.handle_state.choose(
             request,
-            lambda: asked_of(
+            lambda: request_body_of(
                 pending_request.args,
                 pending_request.kwargs,
                 about.session_id,
@@ -94,7 +94,7 @@ class TailraceRouter(RequestRouter):  # type: ignore[misc]
             known.keys() - room,
         )
         pending_request.future.add_done_callback(
-            lambda future: self.book.dropped(request) if future.cancelled() else None
+            lambda future: self.handle_state.dropped(request) if future.cancelled() else None
         )
         chosen = [[known[key]] for key in ranked if key in known]
         return chosen or [candidate_replicas]
@@ -104,8 +104,8 @@ class TailraceRouter(RequestRouter):  # type: ignore[misc]
     ) -> None:
         """A replica has accepted a request."""
         del result
-        self.book.routed(pending_request.metadata.internal_request_id, replica_id)
+        self.handle_state.routed(pending_request.metadata.internal_request_id, replica_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """A request has ended, well or not."""
-        self.book.ended(internal_request_id, replica_id)
+        self.handle_state.ended(internal_request_id, replica_id)

@@ -31,7 +31,7 @@ _PATHS = (
 )
 
 
-class ServeSettings(Settings):
+class RayServeSettings(Settings):
     """The ``request_router_kwargs`` of a deployment."""
 
     choose: ChooserSettings = ChooserSettings()
@@ -42,21 +42,21 @@ class ServeSettings(Settings):
     """Expected length of answers: Ray Serve does not tell the router how long they were."""
 
     @classmethod
-    def of(cls, policy: str | None = None, **kwargs: Any) -> "ServeSettings":
+    def of(cls, policy: str | None = None, **kwargs: Any) -> "RayServeSettings":
         """Make them of plain keyword arguments; ``policy`` is short for ``choose.policy``."""
         if policy is not None:
             kwargs["choose"] = {**kwargs.get("choose", {}), "policy": policy}
         return parse(cls, kwargs)
 
 
-class Book:
+class HandleState:
     """Replicas and requests of one Ray Serve handle. Safe to use from several threads.
 
     A replica has any key; the row it has in the cluster is free for another one once it is gone.
     """
 
     def __init__(
-        self, settings: ServeSettings, clock: Callable[[], float] = time.monotonic
+        self, settings: RayServeSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """Load the policy and compile everything."""
         self._settings = settings
@@ -209,7 +209,7 @@ class Book:
         self._arrivals.pop(request, None)
 
 
-def asked_of(
+def request_body_of(
     args: Sequence[Any], kwargs: Mapping[str, Any], session: str, model: str
 ) -> RequestBody:
     """Read what a call of a deployment asks for; of shapes it does not know, only the session.

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
 from tailrace.files import atomic_path, check_target
-from tailrace.integrations.vidur.router import Watcher
+from tailrace.integrations.vidur.router import RouterWatcher
 from tailrace.learn.kernels import NOT_CHOSEN
 from tailrace.learn.samples import Samples
 from tailrace.policy.learned import architecture
@@ -20,7 +20,7 @@ from tailrace.view.records import View
 SUFFIX = ".npz"
 
 
-class Demonstrations(Watcher):
+class Demonstrations(RouterWatcher):
     """Keeps what was seen at each decision of a run, and what was chosen.
 
     With a ``student``, its prior's scores and its memory belong to what is seen.

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.learn.improve.recorder import Recorder, Recording
-from tailrace.learn.improve.rollout import PER_CLUSTER, Ends, Rollout
+from tailrace.learn.improve.rollout import PER_CLUSTER, BootstrapStates, Rollout
 from tailrace.policy.base import decide
 from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, require
@@ -76,7 +76,7 @@ def together(parts: list[Rollout]) -> Rollout:
     }
     ends = {
         entry.name: np.concatenate([getattr(part.ends, entry.name) for part in parts])
-        for entry in fields(Ends)
+        for entry in fields(BootstrapStates)
     }
     ends["cluster"] = np.arange(len(parts))
     first, priors = parts[0], [part.prior for part in parts if part.prior is not None]
@@ -84,7 +84,7 @@ def together(parts: list[Rollout]) -> Rollout:
         first,
         **whole,
         prior=np.concatenate(priors, axis=1) if priors else None,
-        ends=Ends(**ends),
+        ends=BootstrapStates(**ends),
         group=len(parts),
         names=tuple(name for part in parts for name in part.names),
         figures={k: float(np.mean([p.figures[k] for p in parts])) for k in first.figures},

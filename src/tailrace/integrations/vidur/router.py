@@ -24,7 +24,7 @@ def private_facts(request: Any) -> RequestFacts:
     return RequestFacts(request.id, request.num_prefill_tokens, request.num_decode_tokens, hashed)
 
 
-class Watcher:
+class RouterWatcher:
     """Listener to the router's events; does nothing by itself. Times in s."""
 
     def decided(self, view: View, replica: int) -> None:
@@ -51,7 +51,7 @@ class VidurRouter(Bookkeeper):
         """``servers`` [n] are Vidur's replica schedulers, ``replicas`` [n] what they amount to."""
         super().__init__(replicas, settings, seed)
         self.servers = servers
-        self.watchers: list[Watcher] = []
+        self.watchers: list[RouterWatcher] = []
         self._facts_of = facts_of
         self._unposted = [0] * len(servers)
         self._at_hand: tuple[Any, RequestFacts] | None = None
@@ -104,7 +104,7 @@ class VidurRouter(Bookkeeper):
                     watcher.finished(sent.facts.number, now)
 
 
-class PolicyHooks(Watcher):
+class PolicyHooks(RouterWatcher):
     """Calls the hooks of a policy."""
 
     def __init__(self, policy: Policy) -> None:

@@ -25,7 +25,7 @@ from tailrace.integrations.vidur.predictor import (
     FormulaPredictor,
     TailraceExecutionTimePredictorConfig,
 )
-from tailrace.integrations.vidur.router import VidurRouter, Watcher
+from tailrace.integrations.vidur.router import RouterWatcher, VidurRouter
 from tailrace.integrations.vidur.scheduler import TailraceGlobalScheduler
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
@@ -49,7 +49,7 @@ class TableRequest(Request):  # type: ignore[misc]
         self.number = number
 
 
-class TableSimulator(Simulator, Watcher):  # type: ignore[misc]
+class TableSimulator(Simulator, RouterWatcher):  # type: ignore[misc]
     """Vidur's simulator with the requests of a table, and its loop from decision to decision.
 
     The follow-up of a request arrives its think time after the request has finished.
@@ -139,7 +139,7 @@ class TableSimulator(Simulator, Watcher):  # type: ignore[misc]
         """Send the request of the last view to a replica."""
         self._scheduler.assign(replica)
 
-    def watch(self, watcher: Watcher) -> None:
+    def watch(self, watcher: RouterWatcher) -> None:
         """Tell somebody else, too, what the router hears."""
         self._scheduler.router.watchers.append(watcher)
 
@@ -202,7 +202,7 @@ def simulate(
     *,
     router: RouterSettings = DEFAULT_ROUTER,
     seed: int = 0,
-    watchers: Sequence[Watcher] = (),
+    watchers: Sequence[RouterWatcher] = (),
 ) -> SimResult:
     """Route a whole table with one policy in real Vidur; its own loop runs."""
     simulator = prepare(cluster, table, router=router, seed=seed)

@@ -16,9 +16,9 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.runner import traffic
 from tailrace.integrations.vidur.limits import nearest
-from tailrace.integrations.vidur.router import Watcher
+from tailrace.integrations.vidur.router import RouterWatcher
 from tailrace.integrations.vidur.simulation import TableSimulator, prepare
-from tailrace.learn.cost_ledger import Book, spread
+from tailrace.learn.cost_ledger import CostLedger, spread
 from tailrace.policy.learned.observation import observe
 from tailrace.saturation import resolve_rate
 from tailrace.sim import cost_accounts, engine
@@ -27,19 +27,19 @@ from tailrace.sim.result import SimResult
 from tailrace.view.records import View
 
 
-class _Keeper(Watcher):
-    """Enters into a book what the router hears."""
+class _LedgerWatcher(RouterWatcher):
+    """Enters into a ledger what the router observes."""
 
-    def __init__(self, book: Book) -> None:
-        self._book = book
+    def __init__(self, ledger: CostLedger) -> None:
+        self._ledger = ledger
 
     def first_token(self, number: int, now: float) -> None:
         """Its first token has come."""
-        self._book.first_token(number, now)
+        self._ledger.first_token(number, now)
 
     def finished(self, number: int, now: float) -> None:
         """It is complete."""
-        self._book.ended(number, now)
+        self._ledger.ended(number, now)
 
 
 class VidurWorld:
@@ -78,18 +78,18 @@ class VidurWorld:
         self.out: Step = new_step(1, self.replicas)
         """[1, ...] the observation of the decision at hand, and what the last step cost."""
         self._simulator: TableSimulator | None = None
-        self._book: Book | None = None
+        self._ledger: CostLedger | None = None
         self._outputs: NDArray[np.int64] = np.zeros(0, np.int64)
         self._view: View | None = None
 
     def reset(self, seed: int) -> View:
         """Start an episode with the traffic of a seed; returns the view of its first decision."""
         table = traffic(self.scenario, self.rate, seed)
-        self._book, self._outputs = Book(), table.rows["output_tokens"]
+        self._ledger, self._outputs = CostLedger(), table.rows["output_tokens"]
         self._simulator = prepare(
             self.scenario.cluster, table, router=self.scenario.router, seed=seed
         )
-        self._simulator.watch(_Keeper(self._book))
+        self._simulator.watch(_LedgerWatcher(self._ledger))
         begin(self.out, 0)
         self._move_on()
         assert self._view is not None
@@ -125,23 +125,23 @@ class VidurWorld:
 
     def _move_on(self) -> None:
         assert self._simulator is not None
-        assert self._book is not None
+        assert self._ledger is not None
         view = self._view = self._simulator.next_view()
         out = self.out
         if view is None:
             out.status[0] = engine.OVER
-            now = max(float(out.time_before[0]), self._book.ended_at)
+            now = max(float(out.time_before[0]), self._ledger.ended_at)
         else:
             out.status[0] = engine.NEEDS_DECISION
             now = float(view.request["now"])
             request, number = view.request, int(view.request["id"])
             slo_s, output = float(request["ttft_slo_s"]), int(self._outputs[number])
-            self._book.arrived(number, float(request["arrived_at"]), slo_s, output)
+            self._ledger.arrived(number, float(request["arrived_at"]), slo_s, output)
             observe(view, out.replica_obs[0], out.request_obs[0])
             out.mask[0] = view.replicas["available"] != 0
         out.spread[0] = spread(self._simulator.replicas_view)
         accrued = np.zeros(cost_accounts.N_TERMS)
-        self._book.read(now, accrued)
+        self._ledger.read(now, accrued)
         out.terms[0] = accrued - out.terms_before[0]
         out.terms_before[0] = accrued
         out.cost[0] = cost_accounts.composite(out.terms[0])

@@ -21,7 +21,7 @@ GRADIENT_LIMIT = 1.0
 
 
 @dataclass(frozen=True)
-class Batch:
+class ObservationBatch:
     """Decisions as tensors; see Samples for shapes."""
 
     replica_obs: Tensor
@@ -31,7 +31,7 @@ class Batch:
     memory: Tensor
 
     @classmethod
-    def of(cls, samples: Samples) -> "Batch":
+    def of(cls, samples: Samples) -> "ObservationBatch":
         """Without copying."""
         return cls(
             torch.from_numpy(samples.replica_obs),
@@ -41,9 +41,9 @@ class Batch:
             torch.from_numpy(samples.memory),
         )
 
-    def rows(self, index: Tensor) -> "Batch":
+    def rows(self, index: Tensor) -> "ObservationBatch":
         """Some of the rows."""
-        return Batch(
+        return ObservationBatch(
             self.replica_obs[index],
             self.request_obs[index],
             self.mask[index],
@@ -60,17 +60,17 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Demonstrations:
+class ImitationTargets:
     """One group of samples with what a teacher would do: target policy and regrets, [K, n]."""
 
-    seen: Batch
+    seen: ObservationBatch
     target: Tensor
     regret: Tensor
 
     @classmethod
-    def of(cls, samples: Samples, temperature_s: float) -> "Demonstrations":
+    def of(cls, samples: Samples, temperature_s: float) -> "ImitationTargets":
         """The target of a decision is softmax(-cost / temperature)."""
-        seen = Batch.of(samples)
+        seen = ObservationBatch.of(samples)
         regret = torch.from_numpy(samples.regrets()).float()
         known = torch.from_numpy(samples.tried)
         target = torch.softmax((-regret / temperature_s).masked_fill(~known, -torch.inf), -1)
@@ -119,7 +119,7 @@ def imitate(
 
     The learning rate falls to nothing along a cosine.
     """
-    lessons = [Demonstrations.of(samples, temperature_s) for samples in groups]
+    lessons = [ImitationTargets.of(samples, temperature_s) for samples in groups]
     optimiser = torch.optim.Adam(network.parameters(), lr=learning_rate)
     steps = epochs * sum(-(-len(lesson) // batch_size) for lesson in lessons)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
@@ -145,7 +145,7 @@ def improve(
     batch_size: int,
     learning_rate: float,
     rng: torch.Generator,
-    demonstrations: Sequence[Demonstrations] = (),
+    demonstrations: Sequence[ImitationTargets] = (),
     imitation_weight: float = 0.0,
 ) -> dict[str, float]:
     """Shift the policy towards choices with a better advantage, by at most ``kl_limit`` on average.
@@ -153,7 +153,7 @@ def improve(
     The target is old policy x exp(eta x advantage), with eta such that its mean KL divergence from
     the old policy is the limit. Demonstrations may be mixed in with a weight.
     """
-    seen = [Batch.of(samples) for samples in groups]
+    seen = [ObservationBatch.of(samples) for samples in groups]
     advantages = [torch.from_numpy(samples.advantages()).float() for samples in groups]
     if all(float(advantage.abs().max()) < 1e-6 for advantage in advantages):
         raise TailraceError(
@@ -181,13 +181,13 @@ def improve(
 @torch.no_grad()
 def log_policy_of(network: Network, samples: Samples) -> Tensor:
     """Return the log-probabilities [K, n] of all choices; 0 where masked."""
-    seen = Batch.of(samples)
+    seen = ObservationBatch.of(samples)
     index = torch.arange(len(samples))
     return torch.cat([seen.rows(part).log_policy(network) for part in index.split(8192)])
 
 
 def _lesson(
-    network: Network, demonstrations: Sequence[Demonstrations], rows: int, rng: torch.Generator
+    network: Network, demonstrations: Sequence[ImitationTargets], rows: int, rng: torch.Generator
 ) -> Tensor:
     """Imitation loss of some random demonstrations of one group, by the groups' sizes."""
     sizes = torch.tensor([float(len(lesson)) for lesson in demonstrations])

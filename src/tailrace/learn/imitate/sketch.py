@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tailrace.learn.imitate.fit import Batch
+from tailrace.learn.imitate.fit import ObservationBatch
 from tailrace.learn.samples import Samples
 from tailrace.policy.learned.network import Network
 
@@ -30,7 +30,7 @@ def fit(network: Network, groups: Sequence[Samples]) -> NDArray[np.float32]:
     squares, products = np.zeros((features, features)), np.zeros(features)
     for samples in groups:
         with torch.no_grad():
-            logits = Batch.of(samples).log_policy(network).numpy().astype(np.float64)
+            logits = ObservationBatch.of(samples).log_policy(network).numpy().astype(np.float64)
         behind = np.where(samples.mask, logits.max(axis=1, where=samples.mask, initial=-np.inf,
                                                    keepdims=True) - logits, np.inf)  # fmt: skip
         weights = np.where(samples.mask, np.exp(-behind / DEPTH) + LEAST_WEIGHT, 0.0)

@@ -39,7 +39,7 @@ class Improvement(Protocol):
         number: int,
         stage: Stage | None,
         rng: torch.Generator,
-        lessons: Sequence[fit.Demonstrations],
+        lessons: Sequence[fit.ImitationTargets],
         tick: Tick,
     ) -> Figures:
         """Do the ``number``-th update, counted from 0."""
@@ -69,7 +69,7 @@ class Branching:
         number: int,
         stage: Stage | None,
         rng: torch.Generator,
-        lessons: Sequence[fit.Demonstrations],
+        lessons: Sequence[fit.ImitationTargets],
         tick: Tick,
     ) -> Figures:
         """Do the ``number``-th update, counted from 0."""
@@ -178,7 +178,7 @@ class Ppo:
         number: int,
         stage: Stage | None,
         rng: torch.Generator,
-        lessons: Sequence[fit.Demonstrations],
+        lessons: Sequence[fit.ImitationTargets],
         tick: Tick,
     ) -> Figures:
         """Do the ``number``-th update, counted from 0."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as fn
 
 from tailrace.learn.improve import fused
-from tailrace.learn.improve.rollout import Ends, Rollout
+from tailrace.learn.improve.rollout import BootstrapStates, Rollout
 from tailrace.policy.learned.network import Network
 
 #: Decisions that are computed at once where no gradient is needed.
@@ -162,7 +162,7 @@ def look(network: Network, rollout: Rollout, own_memory: bool) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def end_values(network: Network, ends: Ends) -> Tensor:
+def end_values(network: Network, ends: BootstrapStates) -> Tensor:
     """Return the normalised values [K] of the states in which stretches ended."""
     mask = torch.from_numpy(ends.mask)
     _, values, _ = network.step(

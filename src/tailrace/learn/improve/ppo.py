@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tailrace.errors import TailraceError
 from tailrace.learn.exploration import Now
-from tailrace.learn.imitate.fit import Demonstrations
+from tailrace.learn.imitate.fit import ImitationTargets
 from tailrace.learn.improve import advantages as adv
 from tailrace.learn.improve.minibatch import (
     Experience,
@@ -52,7 +52,7 @@ class _Lesson:
     rng: torch.Generator
     start_weight: float
     imitation_weight: float
-    demonstrations: Sequence[Demonstrations]
+    demonstrations: Sequence[ImitationTargets]
     figures: dict[str, list[Tensor]] = field(default_factory=dict)
     kl: list[float] = field(default_factory=list)  # of the minibatches of the epoch under way
 
@@ -92,7 +92,7 @@ class Learner:
         now: Now,
         update: int,
         rng: torch.Generator,
-        demonstrations: Sequence[Demonstrations] = (),
+        demonstrations: Sequence[ImitationTargets] = (),
         warm_start: Network | None = None,
     ) -> dict[str, float]:
         """Learn from roll-outs that this network played with this exploration; returns figures.

@@ -19,8 +19,15 @@ from numpy.typing import NDArray
 from tailrace.config import Replica
 from tailrace.env.reward import Reward, RewardSettings
 from tailrace.errors import TailraceError
-from tailrace.learn.cost_ledger import Book, spread
-from tailrace.learn.improve.rollout import Ends, Rollout, Told, behaviour, moments, sample
+from tailrace.learn.cost_ledger import CostLedger, spread
+from tailrace.learn.improve.rollout import (
+    BootstrapStates,
+    Rollout,
+    Told,
+    behaviour,
+    moments,
+    sample,
+)
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.architecture import NetworkConfig
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
@@ -152,7 +159,7 @@ class Recorder(Policy):
 
     def reset(self, n_replicas: int, seed: int) -> None:  # noqa: ARG002
         """Begin an episode: no requests, an empty memory."""
-        self._book = Book(self.recording.reward)
+        self._ledger = CostLedger(self.recording.reward)
         self._reward = Reward(self.recording.reward, 1)
         self._step = new_step(1, 1)
         self._memory = np.zeros(self.recording.config.memory, np.float32)
@@ -165,7 +172,7 @@ class Recorder(Policy):
         """Return scores [n] that make the choice win; settles what the last decision cost."""
         request, n = view.request, len(view.replicas)
         number, now = int(request["id"]), float(request["now"])
-        self._book.arrived(number, float(request["arrived_at"]), float(request["ttft_slo_s"]))
+        self._ledger.arrived(number, float(request["arrived_at"]), float(request["ttft_slo_s"]))
         seen = self._look(view)
         self._settle(view, now)
         self._asked = None
@@ -194,7 +201,7 @@ class Recorder(Policy):
     def sent(self, replica: int, request_id: int, now: float) -> None:
         """See whether the choice was carried out, and if so, write it down."""
         # A request that it was not asked about costs all the same.
-        self._book.arrived(request_id, now, DEFAULT_TTFT_SLO_S)
+        self._ledger.arrived(request_id, now, DEFAULT_TTFT_SLO_S)
         asked, self._asked = self._asked, None
         if asked is None or asked.number != request_id or asked.choice != replica:
             self.overruled += 1
@@ -206,16 +213,16 @@ class Recorder(Policy):
 
     def first_token(self, replica: int, request_id: int, now: float) -> None:  # noqa: ARG002
         """Enter it into the accounts."""
-        self._book.first_token(request_id, now)
+        self._ledger.first_token(request_id, now)
 
     def finished(self, replica: int, request_id: int, now: float) -> None:  # noqa: ARG002
         """Enter it into the accounts."""
-        self._book.ended(request_id, now)
+        self._ledger.ended(request_id, now)
 
     def failed(self, replica: int, request_id: int, now: float) -> None:  # noqa: ARG002
         """A request that had begun to answer is lost; any other will be sent again."""
-        if not self._book.is_unanswered(request_id):
-            self._book.ended(request_id, now, lost=True)
+        if not self._ledger.is_unanswered(request_id):
+            self._ledger.ended(request_id, now, lost=True)
 
     # ---- a decision -----------------------------------------------------------------------------
 
@@ -234,7 +241,7 @@ class Recorder(Policy):
         """Give the last decision what has accrued since."""
         step = self._step
         accrued = np.zeros(cost_accounts.N_TERMS)
-        self._book.read(now, accrued)
+        self._ledger.read(now, accrued)
         accrued[cost_accounts.FINISHED_TOKENS] = view.router["finished_tokens"]
         step.terms[0], step.terms_before[0] = accrued - step.terms_before[0], accrued
         step.elapsed_s[0], step.time_before[0] = now - step.time_before[0], now
@@ -256,7 +263,7 @@ class Recorder(Policy):
         request_obs = np.stack([row.seen.request_obs for row in rows])[:, None]
         mask = np.stack([row.seen.mask for row in rows])[:, None]
         prior = np.stack([row.seen.prior for row in rows])[:, None]
-        ends = Ends(
+        ends = BootstrapStates(
             np.array([len(rows) - 1]),
             np.array([0]),
             end.replica_obs[None],

@@ -77,7 +77,7 @@ class RolloutTask:
 
 
 @dataclass(frozen=True)
-class Ends:
+class BootstrapStates:
     """States ``K`` in which a recorded stretch ended: their values stand for what would follow.
 
     There is one for the last decision of every cluster, and one for each episode that ended before.
@@ -105,7 +105,7 @@ class Rollout:
     elapsed_s: F64  #: [T, C] until the next decision
     starts: Bools  #: [T, C] an episode begins here; the memory is emptied before it
     memory: F32  #: [T / chunk, C, M] before the first decision of every chunk
-    ends: Ends
+    ends: BootstrapStates
     chunk: int = 1
     group: int = 1
     names: tuple[str, ...] = ()  #: [C] scenario of each cluster, at the end
@@ -204,7 +204,7 @@ class _Player:
         reward, elapsed_s = np.empty((steps, n)), np.empty((steps, n))
         starts = np.empty((steps, n), np.bool_)
         memory = np.empty((steps // task.chunk, n, task.config.memory), np.float32)
-        ends, told = _EndsList(), Told(self.env.core.reward)
+        ends, told = _BootstrapStateList(), Told(self.env.core.reward)
         for t in range(steps):
             replica_obs[t], request_obs[t], mask[t] = out.replica_obs, out.request_obs, out.mask
             starts[t] = self.starts
@@ -266,7 +266,7 @@ def by_size(rollout: Rollout) -> list[Rollout]:
                 replica_obs=rollout.replica_obs[:, which, :n],
                 mask=rollout.mask[:, which, :n],
                 prior=None if rollout.prior is None else rollout.prior[:, which, :n],
-                ends=Ends(
+                ends=BootstrapStates(
                     ends.step[ended],
                     np.searchsorted(which, ends.cluster[ended]),
                     ends.replica_obs[ended, :n],
@@ -323,7 +323,7 @@ fill_priors: Any = jit(_fill_priors)
 # ---- book-keeping -------------------------------------------------------------------------------
 
 
-class _EndsList:
+class _BootstrapStateList:
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[Any], ...]] = []
 
@@ -331,8 +331,8 @@ class _EndsList:
         arrays = (obs["replicas"], obs["request"], obs["mask"].astype(np.bool_), memory)
         self._parts.append((np.full(len(which), t), which, *(array[which] for array in arrays)))
 
-    def joined(self) -> Ends:
-        return Ends(*(np.concatenate(parts) for parts in zip(*self._parts, strict=True)))
+    def joined(self) -> BootstrapStates:
+        return BootstrapStates(*(np.concatenate(parts) for parts in zip(*self._parts, strict=True)))
 
 
 class Told:

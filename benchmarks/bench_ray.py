@@ -23,7 +23,7 @@ from rich.console import Console
 from bench_sim import machine
 from tailrace.integrations.ray.pool import connect, executor_factory, packed
 from tailrace.learn import settings as s
-from tailrace.learn.world_schedule import Plan
+from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.learn.worlds import LabelTask, label
 from tailrace.parallel import WorkerPool, running_on
 from tailrace.policy.learned.architecture import pack
@@ -41,7 +41,7 @@ def tasks() -> list[LabelTask]:
     settings = s.build(s.read("quick"), over)
     network = Network(settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
     packed = pack(network.config, network.tensors())
-    return Plan(settings).label_tasks(0, packed, False, None)
+    return WorldSchedule(settings).label_tasks(0, packed, False, None)
 
 
 def seconds(pool: WorkerPool, work: Sequence[LabelTask]) -> float:

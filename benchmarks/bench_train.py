@@ -30,7 +30,7 @@ from torch import Tensor
 from bench_sim import machine
 from tailrace.env.sb3 import RouterVecEnv
 from tailrace.env.vector_env import RouterVectorEnv
-from tailrace.learn.exploration import Now
+from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.improve import minibatch
 from tailrace.learn.improve.ppo import Learner, PpoSettings
 from tailrace.learn.improve.rollout import RolloutTask, collect
@@ -41,7 +41,7 @@ from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FE
 from tailrace.seeds import Purpose, seeds
 
 SCENARIO = "uniform-chat-80"
-ENTROPY = Now(entropy_weight=0.01)
+ENTROPY = ExplorationValues(entropy_weight=0.01)
 #: Equal for both: a discount per decision, which is all that Stable-Baselines3 has.
 GAMMA, GAE_LAMBDA = 0.99, 0.95
 #: Updates that are not counted. After one only, Stable-Baselines3 still takes a fifth longer.

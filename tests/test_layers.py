@@ -31,7 +31,7 @@ LAYERS = (
     ("evaluate.search",),
     ("replay",),
     ("learn.improve.ppo_settings", "learn.exploration"),
-    ("learn.distribution",),
+    ("learn.randomisation",),
     ("learn.settings",),
     ("learn.kernels", "learn.samples", "learn.cost_ledger"),
     ("learn.worlds",),

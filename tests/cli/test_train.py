@@ -197,7 +197,7 @@ def test_ctrl_c_before_the_first_step(run, tiny, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tailrace.learn.validation.Validation.judge_rules", interrupted)
+    monkeypatch.setattr("tailrace.learn.validation.Validation.evaluate_rules", interrupted)
     result = run("train", *tiny, "-o", "run", code=130)
     assert "nothing to go on with" in result.stderr
 

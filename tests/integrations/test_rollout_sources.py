@@ -16,7 +16,7 @@ from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
 from tailrace.integrations.vidur import rollout_source as vidur_source
 from tailrace.learn import settings as s
 from tailrace.learn.trainer import Trainer
-from tailrace.learn.world_schedule import Plan
+from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
@@ -44,7 +44,7 @@ def test_200_ppo_steps_in_the_simulator(tmp_path):
     }  # fmt: skip
     watcher = Noted()
     Trainer(tmp_path / "run", s.build(SETTINGS, over), 1, watcher).run()
-    assert sum(figures["samples"] for figures in watcher.figures) == 256
+    assert sum(metrics["samples"] for metrics in watcher.metrics) == 256
     shipped = checkpoint.shipped().tensors
     trained = checkpoint.read(tmp_path / "run" / "last.tailrace")[1]
     assert (shipped["scorer.hidden.weight"] != trained["scorer.hidden.weight"]).any()
@@ -59,13 +59,13 @@ def planned(**over):
         **over.pop("scenario", {}),
     )
     settings = s.build(SETTINGS, {"scenarios": [scenario], "method": "ppo", **over})
-    return settings, Plan(settings)
+    return settings, WorldSchedule(settings)
 
 
-def check(settings, plan):
+def check(settings, schedule):
     """Make the source of a run, which raises if the run cannot be played there."""
     network = Network(settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
-    ROLLOUT_SOURCES[settings.env](network, plan, 0)
+    ROLLOUT_SOURCES[settings.env](network, schedule, 0)
 
 
 def test_what_vidur_cannot_play_is_told_at_once(monkeypatch):

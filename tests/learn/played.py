@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from policy.networks import small
-from tailrace.learn.exploration import Now
+from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.improve.ppo import Learner, PpoSettings
 from tailrace.learn.improve.rollout import BootstrapStates, Rollout, behaviour, sample
 from tailrace.policy.learned.network import LOGIT_GAIN, Network
@@ -12,6 +12,7 @@ from tailrace.policy.learned.network import LOGIT_GAIN, Network
 torch.set_num_threads(1)
 
 FEATURES, GLOBALS = 3, 2
+PLAIN = ExplorationValues()
 
 
 def network_of(variant: str = "plain", seed: int = 0, sharp: float = 1.0, **shape) -> Network:
@@ -35,7 +36,14 @@ def pays(replica_obs: np.ndarray, action: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def play(network: Network, rng: np.random.Generator, reward=pays, now=Now(), n=3, group=1):  # noqa: B008
+def play(
+    network: Network,
+    rng: np.random.Generator,
+    reward=pays,
+    exploration=PLAIN,
+    n=3,
+    group=1,
+):
     """A roll-out of 32 decisions of 8 clusters in a world that an action does not change."""
     steps, clusters, chunk = 32, 8, 8
     replica_obs = rng.normal(size=(steps + 1, clusters, n, FEATURES)).astype(np.float32)
@@ -53,12 +61,15 @@ def play(network: Network, rng: np.random.Generator, reward=pays, now=Now(), n=3
         scores, _, memory = network.step(*seen, memory, given)
         logits.append(scores.numpy())
     policy = behaviour(
-        np.concatenate(logits), mask[:-1].reshape(-1, n), now.temperature, now.epsilon
+        np.concatenate(logits),
+        mask[:-1].reshape(-1, n),
+        exploration.temperature,
+        exploration.epsilon,
     )
     action = sample(policy, rng.random(len(policy)))
     log_prob = np.log(policy[np.arange(len(policy)), action]).reshape(steps, clusters)
     action = action.reshape(steps, clusters)
-    ends = BootstrapStates(
+    bootstrap = BootstrapStates(
         np.full(clusters, steps - 1),
         np.arange(clusters),
         replica_obs[-1],
@@ -77,20 +88,20 @@ def play(network: Network, rng: np.random.Generator, reward=pays, now=Now(), n=3
         np.full((steps, clusters), 0.5),
         starts,
         np.stack(memories[::chunk]),
-        ends,
+        bootstrap,
         chunk,
         group,
     )
 
 
-def learn(learner: Learner, updates: range, now=Now(), **options) -> dict[str, float]:  # noqa: B008
+def learn(learner: Learner, updates: range, exploration=PLAIN, **options) -> dict[str, float]:
     """Play and learn; all randomness follows from the number of the update."""
-    figures = {}
+    metrics = {}
     for update in updates:
-        rollout = play(learner.network, np.random.default_rng(update), now=now)
+        rollout = play(learner.network, np.random.default_rng(update), exploration=exploration)
         rng = torch.Generator().manual_seed(update)
-        figures = learner.update([rollout], now, update, rng, **options)
-    return figures
+        metrics = learner.update([rollout], exploration, update, rng, **options)
+    return metrics
 
 
 def bytes_of(network: Network) -> dict[str, bytes]:

@@ -89,4 +89,4 @@ def test_switches_are_logged_and_reach_the_tasks(tmp_path, monkeypatch):
     assert [row["stage"] for row in rows] == ["easy", "easy", "strict", "all"]
     switches = [phase for phase in watcher.phases if phase.startswith("curriculum")]
     assert switches == ["curriculum: strict", "curriculum: all"]
-    assert [told["curriculum/stage"] for told in watcher.figures] == [0, 0, 1, 2]
+    assert [told["curriculum/stage"] for told in watcher.metrics] == [0, 0, 1, 2]

@@ -4,7 +4,7 @@ import pytest
 
 from tailrace.config import parse
 from tailrace.errors import TailraceError
-from tailrace.learn.exploration import Exploration, ExplorationSettings, Now
+from tailrace.learn.exploration import Exploration, ExplorationSettings, ExplorationValues
 
 
 def make(**settings) -> Exploration:
@@ -17,7 +17,7 @@ def test_everything_is_off_by_default():
     for update in range(5):
         exploration.after_evaluation(update, 1.0)
     exploration.red_flag(5)
-    assert exploration.values(6) == Now(0.0, 1.0, 0.0, False)
+    assert exploration.values(6) == ExplorationValues(0.0, 1.0, 0.0, False)
 
 
 def test_schedules_go_from_start_to_end_and_stay_there():
@@ -32,9 +32,9 @@ def test_schedules_go_from_start_to_end_and_stay_there():
         epsilon_updates=3,
     )
     first, third, late = (exploration.values(update) for update in (0, 2, 50))
-    assert first == Now(0.04, 2.0, 0.3, False)
-    assert third == pytest.approx(Now(0.036, 1.5, 0.1, False))
-    assert late == Now(0.02, 1.0, 0.0, False)
+    assert first == ExplorationValues(0.04, 2.0, 0.3, False)
+    assert third == pytest.approx(ExplorationValues(0.036, 1.5, 0.1, False))
+    assert late == ExplorationValues(0.02, 1.0, 0.0, False)
 
 
 def test_the_bonus_seeks_the_target_entropy_from_both_sides():
@@ -116,7 +116,7 @@ def test_a_restored_state_goes_on_exactly():
         "stagnation": 2,
     }
 
-    def play(exploration: Exploration, first: int, last: int) -> list[Now]:
+    def play(exploration: Exploration, first: int, last: int) -> list[ExplorationValues]:
         out = []
         for update in range(first, last):
             out.append(exploration.values(update))

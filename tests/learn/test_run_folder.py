@@ -66,7 +66,7 @@ def test_a_run_is_not_begun_in_a_folder_that_holds_something(run, tmp_path):
 
 
 def test_the_folder_is_looked_at_before_anything_is_measured(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("tailrace.learn.trainer.Plan", lambda *_: pytest.fail("too late"))
+    monkeypatch.setattr("tailrace.learn.trainer.WorldSchedule", lambda *_: pytest.fail("too late"))
     with pytest.raises(TailraceError, match="holds a training run"):
         Trainer(run, settings(tmp_path), 1)
 
@@ -223,7 +223,7 @@ def test_a_full_disk_leaves_the_last_good_files(run, name, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_bytes", write_bytes)
         trainer = Trainer(run, None, 1)
-        trainer.progress.best_score = None  # the next one is the best, and has to be written
+        trainer.state.best_score = None  # the next one is the best, and has to be written
         with pytest.raises(TailraceError, match=r"cannot write .*: No space left on device"):
             trainer.run()
     assert not list(run.rglob("*.tmp"))

@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from learn.tiny import Noted, content, log, settings, train  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
 from tailrace.learn.settings import SafetySettings  # noqa: E402
-from tailrace.learn.stopping import Behind, check_collapse, health  # noqa: E402
+from tailrace.learn.stopping import EvaluationsBehind, check_collapse, health  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation, ValidationResult  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
@@ -18,7 +18,7 @@ RULE = ("lmetric", 0.8)
 GOOD, BAD = 0.5, 2.0
 
 
-def verdict(*shares: float, score: float = 1.0) -> ValidationResult:
+def result(*shares: float, score: float = 1.0) -> ValidationResult:
     return ValidationResult((1.0,), score, 1.0, 1.0, shares, np.array(shares))
 
 
@@ -28,7 +28,7 @@ def scored(monkeypatch):
 
     def scored(*scores):
         left = iter(scores)
-        monkeypatch.setattr(Validation, "judge", lambda *_: verdict(0.4, score=next(left)))
+        monkeypatch.setattr(Validation, "evaluate", lambda *_: result(0.4, score=next(left)))
         monkeypatch.setattr(Validation, "best_rule", ("lmetric", 1.0))
 
     return scored
@@ -39,16 +39,16 @@ def scored(monkeypatch):
 
 def test_collapsed_is_a_policy_that_uses_one_replica_in_every_world():
     settings = SafetySettings(collapse_share=0.99)
-    check_collapse(verdict(1.0, 0.98, 1.0), settings)
-    check_collapse(verdict(), settings)
+    check_collapse(result(1.0, 0.98, 1.0), settings)
+    check_collapse(result(), settings)
     with pytest.raises(TailraceError, match=r"collapsed.*99\.0% .*lower the learning rate"):
-        check_collapse(verdict(1.0, 0.99, 1.0), settings)
+        check_collapse(result(1.0, 0.99, 1.0), settings)
 
 
 @pytest.mark.compiled
 def test_a_run_whose_policy_collapses_is_stopped_with_its_best_policy_kept(tmp_path, monkeypatch):
-    verdicts = iter([verdict(0.4, score=0.9), verdict(0.4, score=0.8), verdict(1.0, score=2.0)])
-    monkeypatch.setattr(Validation, "judge", lambda *_: next(verdicts))
+    verdicts = iter([result(0.4, score=0.9), result(0.4, score=0.8), result(1.0, score=2.0)])
+    monkeypatch.setattr(Validation, "evaluate", lambda *_: next(verdicts))
     monkeypatch.setattr(Validation, "best_rule", ("lmetric", 1.0))
     with pytest.raises(TailraceError, match="the policy has collapsed"):
         train(tmp_path, {})
@@ -60,23 +60,23 @@ def test_a_run_whose_policy_collapses_is_stopped_with_its_best_policy_kept(tmp_p
 
 
 def test_behind_counts_evaluations_in_a_row():
-    behind = Behind(SafetySettings(behind=3))
-    assert behind.tell(0.9, RULE)
-    assert behind.tell(0.9, RULE)
-    assert not behind.tell(0.8, RULE)  # level with it is not behind
-    assert behind.tell(0.81, RULE)
-    assert behind.tell(0.81, RULE)
+    behind = EvaluationsBehind(SafetySettings(behind=3))
+    assert behind.update(0.9, RULE)
+    assert behind.update(0.9, RULE)
+    assert not behind.update(0.8, RULE)  # level with it is not behind
+    assert behind.update(0.81, RULE)
+    assert behind.update(0.81, RULE)
     with pytest.raises(
         TailraceError, match=r"behind lmetric for 3 evaluations.*safety\.behind = 0"
     ):
-        behind.tell(0.81, RULE)
-    never = Behind(SafetySettings(behind=0))
-    assert all(never.tell(9.0, RULE) for _ in range(50))
+        behind.update(0.81, RULE)
+    never = EvaluationsBehind(SafetySettings(behind=0))
+    assert all(never.update(9.0, RULE) for _ in range(50))
 
 
 def test_a_score_that_is_no_number_is_an_error():
     with pytest.raises(TailraceError, match="score is no number"):
-        Behind(SafetySettings()).tell(float("nan"), RULE)
+        EvaluationsBehind(SafetySettings()).update(float("nan"), RULE)
 
 
 @pytest.mark.compiled
@@ -100,7 +100,7 @@ def test_a_red_flag_starts_a_pulse(tmp_path, scored):
     }
     watcher = Noted()
     train(tmp_path, over, watcher=watcher)
-    updates = watcher.figures[2:]
+    updates = watcher.metrics[2:]
     assert [told["red_flag"] for told in updates] == [0, 1, 0, 0]
     assert [told["pulse"] for told in updates] == [0, 0, 1, 0]
     assert [told["temperature"] for told in updates] == [1, 1, 3, 2]
@@ -116,7 +116,7 @@ def test_weights_that_are_no_numbers_stop_the_run_and_spoil_no_file(tmp_path, me
     class Poison(Noted):
         """Spoils the weights after cloning."""
 
-        def step(self, step, steps, figures):
+        def step(self, step, steps, metrics):
             if step == 2:
                 with torch.no_grad():
                     trainer.network.scorer.output.weight[:] = torch.nan

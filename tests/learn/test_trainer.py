@@ -127,7 +127,7 @@ def test_a_run_stopped_in_the_middle_of_a_step_loses_that_step_only(
         Trainer(run, settings(place, VARIANTS[method]), 1, StopIn(phase, time)).run()
     watcher = Noted()
     Trainer(run, None, 1, watcher).run()
-    assert len(watcher.figures) == {"cloning": 4, "branching": 2, "evaluating": 2}[phase]
+    assert len(watcher.metrics) == {"cloning": 4, "branching": 2, "evaluating": 2}[phase]
     assert changed(content(run), whole(method)) == []
 
 
@@ -147,13 +147,13 @@ def test_a_finished_run_can_be_resumed_without_effect(place, whole):
 def test_the_average_of_the_last_checkpoints_is_kept_if_it_is_the_best(
     better, place, tmp_path, monkeypatch
 ):
-    judge, told = Validation.judge, []
+    evaluate, told = Validation.evaluate, []
 
     def rigged(self, driver, workers):
         told.append(len(told) + 1.0)
-        return replace(judge(self, driver, workers), score=1 / told[-1] if better else told[-1])
+        return replace(evaluate(self, driver, workers), score=1 / told[-1] if better else told[-1])
 
-    monkeypatch.setattr(Validation, "judge", rigged)
+    monkeypatch.setattr(Validation, "evaluate", rigged)
     asked = {**BRANCHING, "evaluation": {"average": 2}}
     outcome = Trainer(tmp_path / "run", settings(place, asked), 1).run()
     last = sorted((tmp_path / "run" / "checkpoints").glob("*.tailrace"))[-2:]
@@ -225,7 +225,7 @@ def test_randomised_worlds_beside_a_scenario_and_resumed(tmp_path, method, monke
     with pytest.raises(Stopped):
         Trainer(tmp_path / "run", given, 1, StopAfter(3)).run()
     monkeypatch.setattr(
-        "tailrace.learn.distribution.saturation_rps", lambda *_: pytest.fail("measured again")
+        "tailrace.learn.randomisation.saturation_rps", lambda *_: pytest.fail("measured again")
     )
     Trainer(tmp_path / "run", None, 1).run()
     assert changed(content(tmp_path / "run"), content(tmp_path / "whole")) == []

@@ -5,7 +5,7 @@ from learn.tiny import SCENARIO
 from tailrace.config import Workload
 from tailrace.learn import validation as module
 from tailrace.learn.validation import Validation
-from tailrace.learn.worlds import Driver, Played, World
+from tailrace.learn.worlds import CompiledPolicy, World, WorldScore
 from tailrace.parallel import WorkerPool
 from tailrace.seeds import Purpose, seeds
 
@@ -25,32 +25,34 @@ def worlds(requests=120):
 @pytest.mark.compiled
 def test_a_rule_judged_as_a_policy_gets_the_score_it_gets_as_a_rule():
     validation = Validation(worlds(), ("round_robin", "lmetric", "random"))
-    validation.judge_rules(WORKERS)
-    verdict = validation.judge(Driver.of("lmetric"), WORKERS)
-    assert verdict.costs == validation.rule_costs["lmetric"]
-    assert validation.best_rule == ("lmetric", verdict.score)
-    assert validation.judge(Driver.of("round_robin"), WORKERS).score == 1.0
-    assert len(verdict.costs) == 2
-    assert len(verdict.largest_shares) == 4
-    assert verdict.relative_shares.shape == (12,)
-    assert verdict.relative_shares.mean() == pytest.approx(1)
-    assert max(verdict.relative_shares) == pytest.approx(3 * max(verdict.largest_shares))
+    validation.evaluate_rules(WORKERS)
+    result = validation.evaluate(CompiledPolicy.of("lmetric"), WORKERS)
+    assert result.costs == validation.rule_costs["lmetric"]
+    assert validation.best_rule == ("lmetric", result.score)
+    assert validation.evaluate(CompiledPolicy.of("round_robin"), WORKERS).score == 1.0
+    assert len(result.costs) == 2
+    assert len(result.largest_shares) == 4
+    assert result.relative_shares.shape == (12,)
+    assert result.relative_shares.mean() == pytest.approx(1)
+    assert max(result.relative_shares) == pytest.approx(3 * max(result.largest_shares))
 
 
 def test_scores_by_hand(monkeypatch):
     """Costs are means over a scenario's worlds; scores are geometric means over scenarios."""
     costs = iter([1.0, 3.0, 8.0, 8.0, 4.0, 4.0, 1.0, 3.0])
-    monkeypatch.setattr(module, "score", lambda task: Played(next(costs), 0.5, None, (0.9, 0.1)))
+    monkeypatch.setattr(
+        module, "score", lambda task: WorldScore(next(costs), 0.5, None, (0.9, 0.1))
+    )
     validation = Validation(worlds(), ("first", "second"))
-    monkeypatch.setattr(module.Driver, "of", lambda name: name)
-    validation.judge_rules(WORKERS)
+    monkeypatch.setattr(module.CompiledPolicy, "of", lambda name: name)
+    validation.evaluate_rules(WORKERS)
     assert validation.rule_costs == {"first": (2.0, 8.0), "second": (4.0, 2.0)}
     # sqrt(4/2 * 2/8)
     assert validation.best_rule == ("second", pytest.approx(np.sqrt(0.5)))
     costs = iter([2.0, 2.0, 16.0, 16.0])
-    verdict = validation.judge(None, WORKERS)
-    assert verdict.score == pytest.approx(np.sqrt(2))
-    assert verdict.ttft_p99_s == pytest.approx(0.5)
-    assert np.isnan(verdict.e2e_mean_s)
-    assert verdict.largest_shares == (0.9,) * 4
-    assert verdict.relative_shares.tolist() == pytest.approx([1.8, 0.2] * 4)
+    result = validation.evaluate(None, WORKERS)
+    assert result.score == pytest.approx(np.sqrt(2))
+    assert result.ttft_p99_s == pytest.approx(0.5)
+    assert np.isnan(result.e2e_mean_s)
+    assert result.largest_shares == (0.9,) * 4
+    assert result.relative_shares.tolist() == pytest.approx([1.8, 0.2] * 4)

@@ -7,8 +7,8 @@ from learn.tiny import scenario_file, settings
 from tailrace.config import Cluster, Replica, Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.learn.settings import FIRST_VALIDATION_SEED, SEEDS_PER_RUN, Stage
-from tailrace.learn.world_schedule import SKETCH_REPLICAS, Plan, at_load, enlarged
-from tailrace.learn.worlds import Driver
+from tailrace.learn.world_schedule import SKETCH_REPLICAS, WorldSchedule, at_load, enlarged
+from tailrace.learn.worlds import CompiledPolicy
 from tailrace.seeds import Purpose, purpose_of, seeds
 
 CAPACITIES = (("chat", 8.0), ("sessions-hot", 6.0))
@@ -22,8 +22,8 @@ def two(tmp_path):
     return [scenario_file(tmp_path, "chat", 10.0), scenario_file(tmp_path, "sessions-hot", 12.0)]
 
 
-def plan(folder, over=None, capacities=()) -> Plan:
-    return Plan(settings(folder, over), capacities)
+def schedule(folder, over=None, capacities=()) -> WorldSchedule:
+    return WorldSchedule(settings(folder, over), capacities)
 
 
 def rates(worlds):
@@ -38,7 +38,7 @@ def codes(drivers):
 
 
 def test_scenarios_take_turns_also_from_one_step_to_the_next(tmp_path, two):
-    made = plan(tmp_path, {"scenarios": two})
+    made = schedule(tmp_path, {"scenarios": two})
     first, second = made.worlds(0, 3, 50, None), made.worlds(3, 3, 50, None)
     assert rates(first) == [10.0, 12.0, 10.0]
     assert rates(second) == [12.0, 10.0, 12.0]
@@ -51,15 +51,15 @@ def test_scenarios_take_turns_also_from_one_step_to_the_next(tmp_path, two):
 def test_runs_have_traffic_of_their_own(tmp_path):
     start = seeds(Purpose.TRAINING, 1)[0]
     for run in (0, 7):
-        made = plan(tmp_path, {"seed": run})
+        made = schedule(tmp_path, {"seed": run})
         assert made.seed(4) == start + run * SEEDS_PER_RUN + 4
         assert purpose_of(made.seed(4)) is Purpose.TRAINING
 
 
 def test_the_same_worlds_judge_every_run(tmp_path, two):
     over = {"scenarios": two, "evaluation": {"worlds": 2, "requests": 33}}
-    first = plan(tmp_path, over).validation()
-    assert first == plan(tmp_path, {**over, "seed": 5}).validation()
+    first = schedule(tmp_path, over).validation()
+    assert first == schedule(tmp_path, {**over, "seed": 5}).validation()
     assert [world.number for world in first] == [0, 0, 1, 1]
     assert {world.requests for world in first} == {33}
     start = seeds(Purpose.TRAINING, 1, FIRST_VALIDATION_SEED)[0]
@@ -72,22 +72,22 @@ def test_randomised_worlds_beside_scenarios_by_their_share(tmp_path, two):
         "randomise": {**RANDOM, "share": 0.5},
         "evaluation": {"worlds": 1, "randomised": 3},
     }
-    made = plan(tmp_path, over, CAPACITIES)
+    made = schedule(tmp_path, over, CAPACITIES)
     worlds = made.worlds(0, 4, 50, None)
     random = [world.scenario.name.startswith("random-") for world in worlds]
     assert random == [True, True, False, False]
     assert len({world.number for world in worlds}) == 4
-    assert made.most_replicas == 5
+    assert made.max_replicas == 5
     judged = made.validation()
     assert [world.number for world in judged] == [0, 1, 2, 3, 4]
     assert made.capacities == CAPACITIES
-    source = made.source(None)
-    drawn = [source(seed).name.startswith("random-") for seed in seeds(Purpose.TRAINING, 300)]
+    sampler = made.sampler(None)
+    drawn = [sampler(seed).name.startswith("random-") for seed in seeds(Purpose.TRAINING, 300)]
     assert 0.4 < np.mean(drawn) < 0.6
 
 
 def test_all_worlds_randomised(tmp_path):
-    made = plan(tmp_path, {"scenarios": [], "randomise": RANDOM}, CAPACITIES)
+    made = schedule(tmp_path, {"scenarios": [], "randomise": RANDOM}, CAPACITIES)
     worlds = made.worlds(8, 5, 50, None)
     assert [world.scenario for world in worlds] == [made.distribution(w.seed) for w in worlds]
     assert len(made.validation()) == made.settings.evaluation.randomised
@@ -97,30 +97,30 @@ def test_scenarios_that_cannot_be_trained_on(tmp_path):
     path = tmp_path / "one.toml"
     path.write_text("[workload]\nrate = 1.0\n[[cluster.replicas]]\ncount = 1\n")
     with pytest.raises(TailraceError, match="with one replica there is no choice"):
-        plan(tmp_path, {"scenarios": [str(path)]})
+        schedule(tmp_path, {"scenarios": [str(path)]})
     path.write_text('[workload]\nrate = 1.0\n[[cluster.replicas]]\ncount = 2\nscheduler = "orca"\n')
     with pytest.raises(TailraceError, match=r"cannot train on one: .*orca"):
-        plan(tmp_path, {"scenarios": [str(path)]})
+        schedule(tmp_path, {"scenarios": [str(path)]})
     with pytest.raises(TailraceError, match="unknown scenario 'dem'; did you mean demo"):
-        plan(tmp_path, {"scenarios": ["dem"]})
+        schedule(tmp_path, {"scenarios": ["dem"]})
 
 
 # ---- stages -------------------------------------------------------------------------------------
 
 
 def test_a_stage_changes_load_and_scenarios_of_all_that_is_played(tmp_path, two):
-    made = plan(tmp_path, {"scenarios": two, "demonstrations": {"off_nominal": 0.0}})
+    made = schedule(tmp_path, {"scenarios": two, "demonstrations": {"off_nominal": 0.0}})
     stage = Stage(name="easy", load=0.5, scenarios=(two[1],))
     assert rates(made.worlds(0, 3, 50, stage)) == [6.0] * 3
     assert {world.number for world in made.worlds(0, 3, 50, stage)} == {1}
-    source = made.source(stage)
-    assert {source(seed).workload.rate for seed in seeds(Purpose.TRAINING, 20)} == {6.0}
-    assert {made.source(None)(seed).workload.rate for seed in seeds(Purpose.TRAINING, 20)} == {
+    sampler = made.sampler(stage)
+    assert {sampler(seed).workload.rate for seed in seeds(Purpose.TRAINING, 20)} == {6.0}
+    assert {made.sampler(None)(seed).workload.rate for seed in seeds(Purpose.TRAINING, 20)} == {
         10.0,
         12.0,
     }
-    assert pickle.loads(pickle.dumps(source)) == source
-    assert hash(pickle.loads(pickle.dumps(source))) == hash(source)
+    assert pickle.loads(pickle.dumps(sampler)) == sampler
+    assert hash(pickle.loads(pickle.dumps(sampler))) == hash(sampler)
     tasks = made.label_tasks(0, NETWORK, False, stage)
     assert rates(task.world for task in tasks) == [6.0, 6.0]
     # What a policy is judged by stays the same.
@@ -128,7 +128,7 @@ def test_a_stage_changes_load_and_scenarios_of_all_that_is_played(tmp_path, two)
 
 
 def test_a_stage_changes_the_load_of_randomised_worlds(tmp_path):
-    made = plan(tmp_path, {"scenarios": [], "randomise": RANDOM}, CAPACITIES)
+    made = schedule(tmp_path, {"scenarios": [], "randomise": RANDOM}, CAPACITIES)
     usual, easy = (
         rates(made.worlds(0, 4, 50, stage)) for stage in (None, Stage(name="a", load=0.25))
     )
@@ -150,27 +150,27 @@ def test_load_as_rate_or_as_share_of_capacity():
 def test_teachers_by_their_shares(tmp_path):
     teachers = {"round_robin": 2.0, "least_outstanding": 1.0, "random": 1.0, "lmetric": 0.0}
     over = {"demonstrations": {"teachers": teachers, "worlds": 400}}
-    tasks = plan(tmp_path, over).label_tasks(0, NETWORK, False, None)
+    tasks = schedule(tmp_path, over).label_tasks(0, NETWORK, False, None)
     chosen = [task.teachers[0].code for task in tasks]
     assert {len(task.teachers) for task in tasks} == {1}
     for name, share in (("round_robin", 0.5), ("least_outstanding", 0.25), ("random", 0.25)):
-        assert chosen.count(Driver.of(name).code) / 400 == pytest.approx(share, abs=0.07)
-    assert Driver.of("lmetric").code not in chosen
+        assert chosen.count(CompiledPolicy.of(name).code) / 400 == pytest.approx(share, abs=0.07)
+    assert CompiledPolicy.of("lmetric").code not in chosen
 
 
 def test_with_best_teacher_all_of_them_apply(tmp_path):
     teachers = {"round_robin": 1.0, "random": 1.0, "lmetric": 0.0}
     over = {"demonstrations": {"teachers": teachers, "best_teacher": True}}
-    tasks = plan(tmp_path, over).label_tasks(0, NETWORK, False, None)
+    tasks = schedule(tmp_path, over).label_tasks(0, NETWORK, False, None)
     assert tasks
     for task in tasks:
-        assert codes(task.teachers) == codes(map(Driver.of, ("round_robin", "random")))
+        assert codes(task.teachers) == codes(map(CompiledPolicy.of, ("round_robin", "random")))
 
 
 def test_what_varies_from_world_to_world(tmp_path):
     d = {"worlds": 400, "warmup": 100, "unbalanced": 0.3, "off_nominal": 0.4,
          "load_factors": [0.5, 0.6], "epsilon": 0.2, "student_epsilon": 0.01}  # fmt: skip
-    made = plan(tmp_path, {"demonstrations": d})
+    made = schedule(tmp_path, {"demonstrations": d})
     tasks = made.label_tasks(0, NETWORK, False, None)
     off = [task for task in tasks if task.world.scenario.workload.rate != 14.0]
     assert len(off) / 400 == pytest.approx(0.4, abs=0.07)
@@ -183,7 +183,7 @@ def test_what_varies_from_world_to_world(tmp_path):
     assert {task.world.requests for task in tasks} == {161}
     later = made.label_tasks(1, NETWORK, True, None)
     assert {task.epsilon for task in later} == {0.01}
-    assert all(task.student_drives for task in later)
+    assert all(task.student_acts for task in later)
     assert not {task.world.seed for task in tasks} & {task.world.seed for task in later}
     assert [t.warmup for t in made.label_tasks(0, NETWORK, False, None)] == warmups
 
@@ -202,7 +202,7 @@ def test_enlarged_is_the_same_several_times_over():
 
 
 def test_the_sketch_is_fitted_where_it_is_used(tmp_path):
-    plan = Plan(settings(tmp_path))
-    tasks = plan.sketch_tasks(np.zeros(3))
+    schedule = WorldSchedule(settings(tmp_path))
+    tasks = schedule.sketch_tasks(np.zeros(3))
     assert all(task.world.scenario.cluster.size >= SKETCH_REPLICAS for task in tasks)
     assert {purpose_of(task.world.seed) for task in tasks} == {Purpose.TRAINING}

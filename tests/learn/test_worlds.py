@@ -12,7 +12,7 @@ from tailrace.learn import kernels
 from tailrace.learn.samples import Samples
 from tailrace.learn.worlds import (
     BranchTask,
-    Driver,
+    CompiledPolicy,
     LabelTask,
     ScoreTask,
     World,
@@ -43,8 +43,8 @@ def label_task(teachers=("lookahead",), variant="plain", **changes) -> LabelTask
     task = LabelTask(
         World(SCENARIO, SEED, 400, 3),
         network(variant),
-        tuple(Driver.of(name) for name in teachers),
-        student_drives=False,
+        tuple(CompiledPolicy.of(name) for name in teachers),
+        student_acts=False,
         warmup=40,
         unbalanced=False,
         rows=60,
@@ -129,8 +129,8 @@ def test_an_unbalanced_start_has_most_requests_on_one_replica():
         if unbalanced:
             assert kernels.unbalance(fleet, tables, 0, 200)
         else:
-            rule = Driver.of("round_robin")
-            assert kernels.drive(fleet, tables, 0, rule.code, rule.params, 200)
+            rule = CompiledPolicy.of("round_robin")
+            assert kernels.route(fleet, tables, 0, rule.code, rule.params, 200)
         sent = simulation.result().requests["replica"]
         largest = np.bincount(sent[sent >= 0]).max() / 200
         assert least < largest < most
@@ -157,7 +157,7 @@ def test_the_prior_is_recorded_standardised():
 
 def test_memory_is_recorded_as_the_student_has_it_before_each_decision():
     packed = network("memory")
-    task = replace(label_task(student_drives=True), network=packed.copy())
+    task = replace(label_task(student_acts=True), network=packed.copy())
     samples = label(task)
     assert samples.memory.shape == (60, 7)
     assert samples.memory[0].any()
@@ -166,13 +166,13 @@ def test_memory_is_recorded_as_the_student_has_it_before_each_decision():
     fresh = label(replace(task, warmup=0))
     assert not fresh.memory[0].any()
     # A network that does not drive remembers nothing.
-    assert not label(replace(task, student_drives=False)).memory.any()
+    assert not label(replace(task, student_acts=False)).memory.any()
 
 
 def test_a_trained_policy_teaches_while_the_student_drives():
     """Both are networks to the engine; the labels are the teacher's, the states the student's."""
-    taught = label(label_task(("linear_es",), student_drives=True))
-    alone = label(label_task(("lookahead",), student_drives=True))
+    taught = label(label_task(("linear_es",), student_acts=True))
+    alone = label(label_task(("lookahead",), student_acts=True))
     assert (taught.replica_obs == alone.replica_obs).all()
     assert (np.sort(taught.costs, axis=1)[:, :2] == (0.0, kernels.NOT_CHOSEN)).all()
     shown = label(label_task(("linear_es",)))
@@ -182,7 +182,7 @@ def test_a_trained_policy_teaches_while_the_student_drives():
 def test_the_network_moves_the_world_only_if_it_drives():
     states = {
         drives: [
-            label(label_task(student_drives=drives, network=network(seed=seed))).replica_obs
+            label(label_task(student_acts=drives, network=network(seed=seed))).replica_obs
             for seed in (0, 1)
         ]
         for drives in (True, False)
@@ -202,7 +202,7 @@ def total_cost(world, packed, decision, choice, plan=None):
     packed = packed.copy()
     simulation = world.simulation()
     fleet, tables = simulation.arrays
-    kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, packed, decision)
+    kernels.route(fleet, tables, 0, engine.LEARNED_CODE, packed, decision)
     wanted = engine.choice(fleet, tables, 0, engine.LEARNED_CODE, packed, False)
     engine.assign(fleet, tables, 0, wanted if choice is None else choice)
     while engine.next_decision(fleet, tables, 0) == engine.NEEDS_DECISION:
@@ -289,7 +289,7 @@ def test_branching_leaves_the_world_and_the_memory_as_they_were(variant):
         after, plan = np.zeros(out.memory.shape[1], np.float32), np.zeros(300, np.int64)
         going = True
         while going:
-            going = kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, packed, 25)
+            going = kernels.route(fleet, tables, 0, engine.LEARNED_CODE, packed, 25)
             if branching and going:
                 arrays = out.arrays()
                 rows = kernels.Rows._make(arrays[name] for name in kernels.Rows._fields)
@@ -320,7 +320,8 @@ def test_branches_repeat_exactly_and_end_with_the_traffic():
 def test_looking_ahead_scores_better_than_taking_turns():
     world = World(SCENARIO, SEED, 600)
     played = {
-        name: score(ScoreTask(world, Driver.of(name))) for name in ("lookahead", "round_robin")
+        name: score(ScoreTask(world, CompiledPolicy.of(name)))
+        for name in ("lookahead", "round_robin")
     }
     assert played["lookahead"].cost_s < 0.8 * played["round_robin"].cost_s
     assert played["round_robin"].shares == pytest.approx([1 / 3] * 3, abs=0.01)
@@ -331,7 +332,7 @@ def test_looking_ahead_scores_better_than_taking_turns():
 
 def test_the_tail_makes_waiting_cost_more_the_longer_it_is():
     plain, tailed = (
-        score(ScoreTask(World(OPEN, SEED, 300, tail_weight=w), Driver.of("round_robin")))
+        score(ScoreTask(World(OPEN, SEED, 300, tail_weight=w), CompiledPolicy.of("round_robin")))
         for w in (0.0, 2.0)
     )
     assert plain.ttft_p99_s == tailed.ttft_p99_s

@@ -82,7 +82,7 @@ class StopAfter(Silent):
     def __init__(self, step: int) -> None:
         self._step = step
 
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         if step == self._step:
             raise Stopped
 
@@ -105,13 +105,13 @@ class Noted(Silent):
 
     def __init__(self) -> None:
         self.phases: list[str] = []
-        self.figures: list[Mapping[str, Any]] = []
+        self.metrics: list[Mapping[str, Any]] = []
 
     def phase(self, name: str) -> None:
         self.phases.append(name)
 
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
-        self.figures.append(figures)
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
+        self.metrics.append(metrics)
 
 
 def log(run: Path) -> list[dict[str, str]]:

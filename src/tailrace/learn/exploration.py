@@ -86,7 +86,7 @@ class ExplorationSettings(Settings):
         return self
 
 
-class Now(NamedTuple):
+class ExplorationValues(NamedTuple):
     """Exploration of one update."""
 
     entropy_weight: float = 0.0
@@ -107,17 +107,17 @@ class Exploration:
         self._stale = 0  # evaluations since the best one
         self._pulse_from: int | None = None
 
-    def values(self, update: int) -> Now:
+    def values(self, update: int) -> ExplorationValues:
         """Return what holds in this update; changes nothing."""
         s = self.settings
-        bonus = _between(s.entropy_start, s.entropy_end, update, s.entropy_updates)
-        temperature = _between(
+        bonus = _interpolate(s.entropy_start, s.entropy_end, update, s.entropy_updates)
+        temperature = _interpolate(
             s.temperature_start, s.temperature_end, update, s.temperature_updates
         )
-        return Now(
+        return ExplorationValues(
             entropy_weight=max(bonus * self._factor, self._raised),
             temperature=temperature * self._pulse(update),
-            epsilon=_between(s.epsilon_start, s.epsilon_end, update, s.epsilon_updates),
+            epsilon=_interpolate(s.epsilon_start, s.epsilon_end, update, s.epsilon_updates),
             pulse=self._pulsing(update),
         )
 
@@ -183,7 +183,7 @@ class Exploration:
         return 1.0 if share < NEGLIGIBLE else 1.0 + (s.pulse_factor - 1.0) * share
 
 
-def _between(start: float, end: float, update: int, updates: int) -> float:
+def _interpolate(start: float, end: float, update: int, updates: int) -> float:
     """Linear from ``start`` at update 0 to ``end`` at update ``updates`` and after."""
     share = min(update / updates, 1.0)
     return start + (end - start) * share

@@ -64,7 +64,7 @@ def _at_decision(f, tables, c):
 
 
 @jit
-def _see(f, c, network, out, k):
+def _record_observation(f, c, network, out, k):
     """Fill row ``k`` with what is known at the current decision."""
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
@@ -97,22 +97,22 @@ def label(
     f,
     tables,
     c,
-    driver,
-    params,
+    behaviour,
+    behaviour_params,
     teacher,
     teacher_params,
-    driver_differs,
+    behaviour_differs,
     network,
     epsilon,
     out,
 ):
-    """Let ``driver`` route while ``teacher`` says what each choice would have cost.
+    """Let ``behaviour`` route while ``teacher`` says what each choice would have cost.
 
-    ``driver_differs``: the two are not the same policy. Fills all of ``out`` (Rows) but ``tried``,
-    one row per decision. A share ``epsilon`` of the choices is random, so that the student sees
-    states it would not get into by itself. A teacher that does not look ahead gives no costs: its
-    choice costs nothing, the others NOT_CHOSEN. Returns the number of rows filled, less than K at
-    the end of the traffic.
+    ``behaviour_differs``: the two are not the same policy. Fills all of ``out`` (Rows) but
+    ``tried``, one row per decision. A share ``epsilon`` of the choices is random, so that the
+    student sees states it would not get into by itself. A teacher that does not look ahead gives no
+    costs: its choice costs nothing, the others NOT_CHOSEN. Returns the number of rows filled, less
+    than K at the end of the traffic.
     """
     costs = out.costs
     n = f.clusters[c]["n_replicas"]
@@ -121,7 +121,7 @@ def label(
     for k in range(costs.shape[0]):
         if not _at_decision(f, tables, c):
             return k
-        _see(f, c, network, out, k)
+        _record_observation(f, c, network, out, k)
         if looks_ahead:
             content = clock.content_of(tables, f.clusters[c]["table"])
             kv = clock.cache_of(f, c, 0)
@@ -132,8 +132,8 @@ def label(
             for r in range(n):
                 costs[k, r] = NOT_CHOSEN if r != wanted else 0.0
         choice = wanted
-        if driver_differs:
-            choice = engine.choice(f, tables, c, driver, params, False)
+        if behaviour_differs:
+            choice = engine.choice(f, tables, c, behaviour, behaviour_params, False)
         if _random_unit(f.router[c]) < epsilon:
             choice = _random_replica(replicas, f.router[c])
         engine.assign(f, tables, c, choice)
@@ -141,18 +141,18 @@ def label(
 
 
 @jit
-def drive(f, tables, c, driver, params, decisions):
-    """Let ``driver`` take ``decisions`` decisions; False if the traffic ends with them."""
+def route(f, tables, c, policy, params, decisions):
+    """Let ``policy`` take ``decisions`` decisions; False if the traffic ends with them."""
     for _ in range(decisions):
         if not _at_decision(f, tables, c):
             return False
-        engine.assign(f, tables, c, engine.choice(f, tables, c, driver, params, False))
+        engine.assign(f, tables, c, engine.choice(f, tables, c, policy, params, False))
     return _at_decision(f, tables, c)
 
 
 @jit
 def unbalance(f, tables, c, decisions):
-    """Send about three in four requests to one random replica; returns like :func:`drive`."""
+    """Send about three in four requests to one random replica; returns like :func:`route`."""
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
     favourite = NO_REPLICA
@@ -201,19 +201,19 @@ def branch(
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
     tried, costs = out.tried[k], out.costs[k]
-    _see(f, c, network, out, k)
+    _record_observation(f, c, network, out, k)
     view = View(f.requests_view[c], replicas, f.costs[c, :n], f.router[c])
     learned_scores(view, network, costs)
-    first = _pick(costs, out.mask[k], candidates, tried)
+    first = _mark_candidates(costs, out.mask[k], candidates, tried)
     _save_memory(network, after)
     now = f.clusters[c]["now"]
     before = fleet.accrued_cost(f, tables, c, now)
     arrived = _arrived(f.clusters[c])
     facts = tables.facts[f.clusters[c]["table"]]
-    usual = before
+    baseline = before
     if tail_weight > 0.0:
-        usual += tail_weight * tail_s(f.requests[c], facts, 0, f.clusters[c]["highest"], 0.0)
-    usual /= max(arrived, 1)
+        baseline += tail_weight * tail_s(f.requests[c], facts, 0, f.clusters[c]["highest"], 0.0)
+    baseline /= max(arrived, 1)
     plan[:] = NO_REPLICA
     for step in range(n):
         r = (first + step) % n
@@ -224,10 +224,10 @@ def branch(
         _load_memory(network, after)
         engine.assign(twin, tables, 0, r)
         end = now + horizon_s
-        _go_on(twin, tables, network, end, reluctance, plan)
+        _roll_out(twin, tables, network, end, reluctance, plan)
         more = _arrived(twin.clusters[0]) - arrived
-        costs[r] = fleet.accrued_cost(twin, tables, 0, end) - before - usual * more
-        costs[r] += _run_out(twin, tables, end)
+        costs[r] = fleet.accrued_cost(twin, tables, 0, end) - before - baseline * more
+        costs[r] += _drain_cost(twin, tables, end)
         if tail_weight > 0.0:
             low, high = twin.clusters[0]["lowest"], twin.clusters[0]["highest"]
             costs[r] += tail_weight * tail_s(twin.requests[0], facts, low, high, now)
@@ -250,7 +250,7 @@ def tail_s(requests, facts, low, high, since):
 
 
 @jit
-def _go_on(twin, tables, network, until_s, reluctance, plan):
+def _roll_out(twin, tables, network, until_s, reluctance, plan):
     """Route until ``until_s`` by the ``plan`` [requests]; new choices are added to it."""
     cluster = twin.clusters[0]
     n = cluster["n_replicas"]
@@ -277,7 +277,7 @@ def _go_on(twin, tables, network, until_s, reluctance, plan):
 
 
 @jit
-def _pick(scores, mask, candidates, tried):
+def _mark_candidates(scores, mask, candidates, tried):
     """Mark the ``candidates`` possible choices of lowest score in ``tried``; return the lowest."""
     first = 0
     for r in range(scores.size):
@@ -300,7 +300,7 @@ def _arrived(cluster):
 
 
 @jit
-def _run_out(twin, tables, end):
+def _drain_cost(twin, tables, end):
     """Cost in s, from the time ``end`` on, of what is in the system if nothing else arrives."""
     requests = twin.requests[0]
     cluster = twin.clusters[0]

@@ -13,7 +13,7 @@ class Watcher(Protocol):
     def tasks(self, done: int, total: int) -> None:
         """So many tasks of the step are done."""
 
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         """A step is over."""
 
 
@@ -26,5 +26,5 @@ class Silent:
     def tasks(self, done: int, total: int) -> None:
         """Ignore it."""
 
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         """Ignore it."""

@@ -208,21 +208,21 @@ class RunFolder:
             "saved: make room and go on with --resume"
         )
 
-    def log(self, step: int, figures: Mapping[str, Any]) -> None:
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the figures of a step to the table and to TensorBoard."""
-        row = {"step": step, **figures}
+        row = {"step": step, **metrics}
         try:
             with self._log.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, COLUMNS, extrasaction="ignore").writerow(row)
                 file.flush()
                 os.fsync(file.fileno())
-            self._log_to_board(step, figures)
+            self._log_to_board(step, metrics)
         except OSError as error:
             raise self._cannot_log(error) from None
 
-    def _log_to_board(self, step: int, figures: Mapping[str, Any]) -> None:
-        phase = figures.get("phase", "train")
-        for name, value in figures.items():
+    def _log_to_board(self, step: int, metrics: Mapping[str, Any]) -> None:
+        phase = metrics.get("phase", "train")
+        for name, value in metrics.items():
             if isinstance(value, int | float):
                 tag = name if "/" in name else f"{phase}/{name}"
                 self._board.add_scalar(tag, value, step)

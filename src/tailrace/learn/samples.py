@@ -71,7 +71,7 @@ class Samples:
         return centred / scale[:, None]
 
 
-def grouped(parts: Iterable[Samples]) -> list[Samples]:
+def by_cluster_size(parts: Iterable[Samples]) -> list[Samples]:
     """Put samples together, one group for each number of replicas, in rising order."""
     by_size: dict[int, list[Samples]] = defaultdict(list)
     for part in parts:

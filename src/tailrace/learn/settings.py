@@ -9,9 +9,9 @@ from tailrace import config
 from tailrace.config import Positive, Scenario, Settings, load_toml
 from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.learn.distribution import Randomisation, Share
 from tailrace.learn.exploration import ExplorationSettings
 from tailrace.learn.improve.ppo_settings import PpoSettings
+from tailrace.learn.randomisation import RandomisationSettings, Share
 from tailrace.policy import registry, shipped
 from tailrace.policy.learned.architecture import NetworkConfig
 from tailrace.scenario import merged
@@ -207,7 +207,7 @@ class TrainSettings(Settings):
     """Trained policy to start from, by name or file; its network is kept. Empty: random weights."""
     scenarios: tuple[str | Scenario, ...] = ()
     """Scenarios to train on, by name or file, or written out."""
-    randomise: Randomisation | None = None
+    randomise: RandomisationSettings | None = None
     """Train on randomised worlds, besides the scenarios or instead of them."""
     network: NetworkConfig = NetworkConfig()
     demonstrations: DemonstrationSettings = DemonstrationSettings()

@@ -11,30 +11,30 @@ from tailrace.learn.settings import SafetySettings
 from tailrace.learn.validation import ValidationResult
 
 #: What the figures of a healthy run look like.
-MOST_CLIPPED = 0.4
-LEAST_ENTROPY, MOST_ENTROPY = 0.005, 0.98
+MAX_CLIP_FRACTION = 0.4
+MIN_ENTROPY_FRACTION, MAX_ENTROPY_FRACTION = 0.005, 0.98
 #: Largest share of the requests a replica gets if there is no reason to prefer it, times n.
-HOARDING = 1.5
+MAX_RELATIVE_SHARE = 1.5
 
 
-def check_collapse(verdict: ValidationResult, settings: SafetySettings) -> None:
+def check_collapse(result: ValidationResult, settings: SafetySettings) -> None:
     """Raise if the policy sends everything to one replica, whatever the state."""
-    if verdict.largest_shares and min(verdict.largest_shares) >= settings.collapse_share:
+    if result.largest_shares and min(result.largest_shares) >= settings.collapse_share:
         raise TailraceError(
             "the policy has collapsed: in every evaluation one replica gets "
-            f"{min(verdict.largest_shares):.1%} of the requests or more; lower the learning rate, "
+            f"{min(result.largest_shares):.1%} of the requests or more; lower the learning rate, "
             "raise exploration.entropy_start, or start from more demonstrations"
         )
 
 
 @dataclass
-class Behind:
+class EvaluationsBehind:
     """Counts evaluations in a row in which a rule was better."""
 
     settings: SafetySettings
     count: int = 0
 
-    def tell(self, score: float, best_rule: tuple[str, float]) -> bool:
+    def update(self, score: float, best_rule: tuple[str, float]) -> bool:
         """Take an evaluation in; True: red flag. Raises after too many."""
         if not isfinite(score):
             raise TailraceError("the policy's score is no number; report this with the run folder")
@@ -81,10 +81,10 @@ def health(
 
     if clipped := last("clip_fraction"):
         share = float(np.mean(clipped))
-        checks.append(Check("few clipped ratios", share <= MOST_CLIPPED, f"{share:.1%}"))
+        checks.append(Check("few clipped ratios", share <= MAX_CLIP_FRACTION, f"{share:.1%}"))
     if entropy := last("entropy_fraction"):
         mean = float(np.mean(entropy))
-        fine = LEAST_ENTROPY <= mean <= MOST_ENTROPY
+        fine = MIN_ENTROPY_FRACTION <= mean <= MAX_ENTROPY_FRACTION
         checks.append(Check("neither random nor rigid", fine, f"entropy {mean:.1%} of uniform"))
     if deviations := last("raw_reward_deviation"):
         least = min(deviations)
@@ -92,5 +92,5 @@ def health(
     if equal_shares:
         worst = max(n * share for n, share in equal_shares)
         text = f"largest share is {worst:.2f} times an equal one"
-        checks.append(Check("no hoarding on equal replicas", worst <= HOARDING, text))
+        checks.append(Check("no hoarding on equal replicas", worst <= MAX_RELATIVE_SHARE, text))
     return checks

@@ -25,15 +25,15 @@ from tailrace.learn.improve.rollout_source import (
     RolloutSource,
     RolloutSourceFactory,
     SimulatorRollouts,
-    gather,
+    run_tasks,
 )
 from tailrace.learn.progress import Silent, Watcher
 from tailrace.learn.run_folder import RunFolder
-from tailrace.learn.samples import Samples, grouped
+from tailrace.learn.samples import Samples, by_cluster_size
 from tailrace.learn.settings import TrainSettings
 from tailrace.learn.validation import Validation, ValidationResult
-from tailrace.learn.world_schedule import Plan
-from tailrace.learn.worlds import Driver, label
+from tailrace.learn.world_schedule import WorldSchedule
+from tailrace.learn.worlds import CompiledPolicy, label
 from tailrace.parallel import WorkerPool
 from tailrace.policy import registry
 from tailrace.policy.learned import checkpoint
@@ -44,7 +44,7 @@ from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.seeds import generator
 from tailrace.sim.engine import LEARNED_CODE
 
-__all__ = ["Outcome", "Progress", "Silent", "Trainer", "Watcher"]
+__all__ = ["Outcome", "RunState", "Silent", "Trainer", "Watcher"]
 
 #: Threads of torch: fixed, because sums in another order give other bits; and one, because two
 #: wait for each other if anything else runs on the machine.
@@ -52,7 +52,7 @@ TORCH_THREADS = 1
 
 
 @dataclass
-class Progress:
+class RunState:
     """Where a run stands."""
 
     step: int = 0
@@ -97,14 +97,14 @@ class Trainer:
         self.folder = RunFolder(folder)
         self.watcher = watcher or Silent()
         arrays: dict[str, Any] = {}
-        self.progress = Progress()
+        self.state = RunState()
         if settings is None:
             settings = self.folder.settings()
             arrays, numbers = self.folder.load_state(settings)
-            self.progress = self._progress(numbers)
+            self.state = self._run_state(numbers)
         else:
             self.folder.check_free()
-        start = _start(settings) if settings.start and not arrays else None
+        start = _start_policy(settings) if settings.start and not arrays else None
         if start is not None:
             settings = settings.model_copy(update={"network": start.config})
         self.settings = settings
@@ -116,25 +116,25 @@ class Trainer:
         if start is not None:
             self.network.load_tensors(start.tensors)
         self.watcher.phase("preparing")
-        self.plan = Plan(settings, self.progress.capacities)
-        self.progress.capacities = list(self.plan.capacities)
+        self.schedule = WorldSchedule(settings, self.state.capacities)
+        self.state.capacities = list(self.schedule.capacities)
         self._check_scenarios()
         self._first_update_seed = settings.demonstrations.rounds * settings.demonstrations.worlds
         self._source = self._rollout_source(rollout_sources)
-        self.validation = Validation(self.plan.validation(), settings.evaluation.rules)
+        self.validation = Validation(self.schedule.validation(), settings.evaluation.rules)
         self.validation.rule_costs = {
-            rule: tuple(costs) for rule, costs in self.progress.rule_costs.items()
+            rule: tuple(costs) for rule, costs in self.state.rule_costs.items()
         }
         self.exploration = Exploration(settings.exploration)
         self.curriculum = Curriculum(settings.curriculum)
-        self.behind = stopping.Behind(settings.safety, self.progress.behind)
+        self.behind = stopping.EvaluationsBehind(settings.safety, self.state.behind)
         if self._fresh:
             self.folder.create(settings)
         self.workers = WorkerPool(jobs)
         self._demonstrations: list[Samples] = []
-        self._lessons: list[fit.ImitationTargets] = []
+        self._imitation_data: list[fit.ImitationDataset] = []
         self._improvement: Improvement | None = None
-        self._verdict: ValidationResult | None = None
+        self._validation_result: ValidationResult | None = None
         self._rows: list[dict[str, float]] = []
         if arrays:
             self._restore(arrays)
@@ -143,18 +143,18 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Do all steps that are left."""
-        started = time.monotonic() - self.progress.seconds
-        self._rows = self.folder.open_logs(self.progress.step)
+        started = time.monotonic() - self.state.seconds
+        self._rows = self.folder.open_logs(self.state.step)
         try:
             if not self.validation.rule_costs:
                 self.watcher.phase("judging rules")
-                self.validation.judge_rules(self.workers)
-                self.progress.rule_costs = {
+                self.validation.evaluate_rules(self.workers)
+                self.state.rule_costs = {
                     rule: list(costs) for rule, costs in self.validation.rule_costs.items()
                 }
-            if self.settings.start and self.progress.best_score is None:
+            if self.settings.start and self.state.best_score is None:
                 self._evaluate(-1)  # what it starts from may be the best there is
-            while self.progress.step < self.settings.steps:
+            while self.state.step < self.settings.steps:
                 self._step(started)
             return self._finish()
         finally:
@@ -164,48 +164,48 @@ class Trainer:
             self.workers.close()
 
     def _step(self, started: float) -> None:
-        step, rounds = self.progress.step, self.settings.demonstrations.rounds
+        step, rounds = self.state.step, self.settings.demonstrations.rounds
         began = time.monotonic()
         stage_before, number = self.curriculum.stage, self.curriculum.number
         if step < rounds:
-            figures: dict[str, Any] = {"phase": "clone", **self._clone(step)}
+            metrics: dict[str, Any] = {"phase": "clone", **self._clone(step)}
         else:
-            figures = {"phase": self.settings.method, **self._update(step - rounds)}
-            self._rows.append({k: v for k, v in figures.items() if isinstance(v, float)})
+            metrics = {"phase": self.settings.method, **self._update(step - rounds)}
+            self._rows.append({k: v for k, v in metrics.items() if isinstance(v, float)})
         if stage_before is not None:
-            figures |= {"stage": stage_before.name, "curriculum/stage": number}
+            metrics |= {"stage": stage_before.name, "curriculum/stage": number}
         took = max(time.monotonic() - began, 1e-9)
-        figures["steps_per_s"] = figures["samples"] / took
+        metrics["steps_per_s"] = metrics["samples"] / took
         last = step + 1 == self.settings.steps
         if step < rounds or last or (step - rounds + 1) % self.settings.evaluation.every == 0:
-            figures |= self._evaluate(step)
+            metrics |= self._evaluate(step)
         if step >= rounds:
-            self.curriculum.after_update(figures.get("score_vs_best_rule"))
+            self.curriculum.after_update(metrics.get("score_vs_best_rule"))
         stage = self.curriculum.stage
         if stage is not stage_before and stage is not None:
             self.watcher.phase(f"curriculum: {stage.name}")
-        self.progress.step = step + 1
-        self.progress.seconds = figures["seconds"] = time.monotonic() - started
+        self.state.step = step + 1
+        self.state.seconds = metrics["seconds"] = time.monotonic() - started
         # First the log: what it says of a step whose state was not saved is forgotten on resuming.
-        self.folder.log(step, figures)
+        self.folder.log(step, metrics)
         self._save(last)
-        self.watcher.step(step + 1, self.settings.steps, figures)
+        self.watcher.step(step + 1, self.settings.steps, metrics)
 
     def _update(self, number: int) -> dict[str, float]:
         self.watcher.phase(self.settings.method)
         if self._improvement is None:
             self._improvement = self._start_improvement()
         rng = torch.Generator().manual_seed(self._seed("updates", number))
-        if self._wants_lessons(number) and not self._lessons:
+        if self._uses_demonstrations(number) and not self._imitation_data:
             self._collect_again(self.settings.demonstrations.rounds)
-        figures = self._improvement.update(
-            number, self.curriculum.stage, rng, self._lessons, self.watcher.tasks
+        metrics = self._improvement.update(
+            number, self.curriculum.stage, rng, self._imitation_data, self.watcher.tasks
         )
-        return {"loss": figures["policy_loss"], **figures}
+        return {"loss": metrics["policy_loss"], **metrics}
 
     def _start_improvement(self) -> Improvement:
         if self.settings.method == "branching":
-            return Branching(self.network, self.plan, self.workers, self._first_update_seed)
+            return Branching(self.network, self.schedule, self.workers, self._first_update_seed)
         return Ppo(self.network, self.settings, self._source, self.workers, self.exploration)
 
     def _rollout_source(self, others: Mapping[str, RolloutSourceFactory]) -> RolloutSource:
@@ -216,7 +216,7 @@ class Trainer:
                 f"env = '{self.settings.env}' is played by a rollout source that this trainer was "
                 "not given; see Trainer(rollout_sources=...)"
             )
-        return sources[self.settings.env](self.network, self.plan, self._first_update_seed)
+        return sources[self.settings.env](self.network, self.schedule, self._first_update_seed)
 
     # ---- cloning --------------------------------------------------------------------------------
 
@@ -227,13 +227,13 @@ class Trainer:
             self._collect_again(round_)
         new = self._collect(round_)
         if round_ == 0 and not self.settings.start:
-            for samples in grouped(new):
+            for samples in by_cluster_size(new):
                 self.network.update_norms(
                     torch.from_numpy(samples.replica_obs),
                     torch.from_numpy(samples.request_obs),
                     torch.from_numpy(samples.mask),
                 )
-        self._demonstrations = grouped([*self._demonstrations, *new])
+        self._demonstrations = by_cluster_size([*self._demonstrations, *new])
         self.watcher.phase("cloning")
         loss = fit.imitate(
             self.network,
@@ -245,17 +245,17 @@ class Trainer:
             rng=torch.Generator().manual_seed(self._seed("cloning", round_)),
         )
         if round_ + 1 == d.rounds:
-            self._keep_lessons()
+            self._keep_demonstrations()
         return {"loss": loss, "imitation_loss": loss, "samples": float(sum(map(len, new)))}
 
-    def _collect(self, round_: int, driver: Network | None = None) -> list[Samples]:
+    def _collect(self, round_: int, behaviour: Network | None = None) -> list[Samples]:
         """Collect the demonstrations of a round; the teacher drives until there is a student."""
         self.watcher.phase("demonstrations")
-        network = driver or self.network
+        network = behaviour or self.network
         packed = pack(network.config, network.tensors())
-        student_drives = round_ > 0 or bool(self.settings.start)
-        tasks = self.plan.label_tasks(round_, packed, student_drives, self.curriculum.first)
-        return gather(self.workers, label, tasks, self.watcher.tasks)
+        student_acts = round_ > 0 or bool(self.settings.start)
+        tasks = self.schedule.label_tasks(round_, packed, student_acts, self.curriculum.first)
+        return run_tasks(self.workers, label, tasks, self.watcher.tasks)
 
     def _collect_again(self, rounds: int) -> None:
         """Make the demonstrations of earlier rounds anew, each with the policy of that time."""
@@ -263,25 +263,25 @@ class Trainer:
         for round_ in range(rounds):
             past = Network(self.network.config, self.network.features, self.network.globals_)
             if not round_ and self.settings.start:
-                past.load_tensors(_start(self.settings).tensors)
+                past.load_tensors(_start_policy(self.settings).tensors)
             elif round_:
                 path = self.folder.checkpoint_of(round_ - 1)
                 past.load_tensors(checkpoint.read(path)[1])
             parts += self._collect(round_, past)
-        self._demonstrations = grouped(parts)
+        self._demonstrations = by_cluster_size(parts)
         if rounds == self.settings.demonstrations.rounds:
-            self._keep_lessons()
+            self._keep_demonstrations()
 
-    def _keep_lessons(self) -> None:
+    def _keep_demonstrations(self) -> None:
         """After cloning, keep demonstrations only if they are mixed into updates."""
-        if self._wants_lessons(0):
+        if self._uses_demonstrations(0):
             temperature_s = self.settings.demonstrations.temperature_s
-            self._lessons = [
-                fit.ImitationTargets.of(samples, temperature_s) for samples in self._demonstrations
+            self._imitation_data = [
+                fit.ImitationDataset.of(samples, temperature_s) for samples in self._demonstrations
             ]
         self._demonstrations = []
 
-    def _wants_lessons(self, number: int) -> bool:
+    def _uses_demonstrations(self, number: int) -> bool:
         s = self.settings
         weights = s.ppo if s.method == "ppo" else s.branching
         wanted = weights.imitation > 0 and number < weights.imitation_updates
@@ -291,48 +291,48 @@ class Trainer:
 
     def _evaluate(self, step: int) -> dict[str, Any]:
         self.watcher.phase("evaluating")
-        verdict = self.validation.judge(_driver(self.network), self.workers)
-        self._verdict = verdict
+        result = self.validation.evaluate(_compiled_policy(self.network), self.workers)
+        self._validation_result = result
         best_rule = self.validation.best_rule
-        is_best = self._keep_if_best(self.network, verdict, step)
+        is_best = self._keep_if_best(self.network, result, step)
         update = step - self.settings.demonstrations.rounds
         flag = False
         if update >= 0:
-            flag = self.behind.tell(verdict.score, best_rule)
-            self.exploration.after_evaluation(update, verdict.score)
+            flag = self.behind.update(result.score, best_rule)
+            self.exploration.after_evaluation(update, result.score)
             if flag:
                 self.exploration.red_flag(update)
-        stopping.check_collapse(verdict, self.settings.safety)
+        stopping.check_collapse(result, self.settings.safety)
         return {
-            "score": verdict.score,
-            "score_vs_best_rule": verdict.score / best_rule[1],
-            "ttft_p99_s": verdict.ttft_p99_s,
-            "e2e_mean_s": verdict.e2e_mean_s,
-            "largest_share": max(verdict.largest_shares),
-            "replica_share": verdict.relative_shares,
+            "score": result.score,
+            "score_vs_best_rule": result.score / best_rule[1],
+            "ttft_p99_s": result.ttft_p99_s,
+            "e2e_mean_s": result.e2e_mean_s,
+            "largest_share": max(result.largest_shares),
+            "replica_share": result.relative_shares,
             "best": int(is_best),
             "red_flag": int(flag),
         }
 
-    def _keep_if_best(self, network: Network, verdict: ValidationResult, step: int) -> bool:
+    def _keep_if_best(self, network: Network, result: ValidationResult, step: int) -> bool:
         """Make a policy the best one of the run if it is; returns whether it is."""
-        best = self.progress.best_score
-        if best is not None and verdict.score >= best:
+        best = self.state.best_score
+        if best is not None and result.score >= best:
             return False
         rule, rule_score = self.validation.best_rule
         scores = {
-            "score": verdict.score,
+            "score": result.score,
             "best_rule": rule,
             "best_rule_score": rule_score,
-            "costs_s": list(verdict.costs),
-            "ttft_p99_s": verdict.ttft_p99_s,
-            "e2e_mean_s": verdict.e2e_mean_s,
+            "costs_s": list(result.costs),
+            "ttft_p99_s": result.ttft_p99_s,
+            "e2e_mean_s": result.e2e_mean_s,
         }
-        self.progress.best_score, self.progress.best_step = verdict.score, step
+        self.state.best_score, self.state.best_step = result.score, step
         self.folder.save_policy(self.folder.best, network, self.settings, step, scores)
         return True
 
-    def _judge_average(self) -> None:
+    def _evaluate_average(self) -> None:
         """Judge the mean of the last checkpoints: what chance did to each of them cancels out."""
         paths = [self.folder.checkpoint_of(step) for step in range(self.settings.steps)]
         kept = [path for path in paths if path.exists()][-self.settings.evaluation.average :]
@@ -345,24 +345,26 @@ class Trainer:
                 for name in tensors[0]
             }
         )
-        verdict = self.validation.judge(_driver(average), self.workers)
-        self._keep_if_best(average, verdict, self.settings.steps - 1)
+        result = self.validation.evaluate(_compiled_policy(average), self.workers)
+        self._keep_if_best(average, result, self.settings.steps - 1)
 
     def _finish(self) -> Outcome:
-        if self._verdict is None:
-            self._verdict = self.validation.judge(_driver(self.network), self.workers)
+        if self._validation_result is None:
+            self._validation_result = self.validation.evaluate(
+                _compiled_policy(self.network), self.workers
+            )
         equal = [
             (world.scenario.cluster.size, share)
             for world, share in zip(
-                self.validation.worlds, self._verdict.largest_shares, strict=True
+                self.validation.worlds, self._validation_result.largest_shares, strict=True
             )
             if len({r.model_copy(update={"count": 1}) for r in world.scenario.cluster.replicas})
             == 1
             and not world.scenario.events
         ]
         if self.settings.evaluation.average > 1:
-            self._judge_average()
-        best_score = self.progress.best_score
+            self._evaluate_average()
+        best_score = self.state.best_score
         if best_score is None:
             raise TailraceError("the run ended without an evaluation")
         self._sketch_best()
@@ -382,15 +384,15 @@ class Trainer:
         about, tensors = checkpoint.read(self.folder.best)
         best = Network(self.network.config, self.network.features, self.network.globals_)
         best.load_tensors(tensors)
-        tasks = self.plan.sketch_tasks(pack(best.config, best.tensors()))
-        seen = grouped(gather(self.workers, label, tasks, self.watcher.tasks))
+        tasks = self.schedule.sketch_tasks(pack(best.config, best.tensors()))
+        seen = by_cluster_size(run_tasks(self.workers, label, tasks, self.watcher.tasks))
         if not seen:
             return  # traffic too short to see anything: it looks at all replicas
         self.folder.save_policy(
             self.folder.best,
             best,
             self.settings,
-            self.progress.best_step,
+            self.state.best_step,
             about["scores"],
             sketch.fit(best, seen),
         )
@@ -398,49 +400,49 @@ class Trainer:
     # ---- state ----------------------------------------------------------------------------------
 
     def _save(self, last: bool) -> None:
-        step, rounds = self.progress.step - 1, self.settings.demonstrations.rounds
+        step, rounds = self.state.step - 1, self.settings.demonstrations.rounds
         path = self.folder.checkpoint_of(step)
         if step < rounds or last or (step - rounds + 1) % self.settings.evaluation.checkpoints == 0:
             self.folder.save_policy(path, self.network, self.settings, step, {})
         self.folder.save_policy(self.folder.last, self.network, self.settings, step, {})
-        self.progress.behind = self.behind.count
-        self.progress.exploration = self.exploration.state()
-        self.progress.curriculum = self.curriculum.state()
+        self.state.behind = self.behind.count
+        self.state.exploration = self.exploration.state()
+        self.state.curriculum = self.curriculum.state()
         arrays = {f"network.{name}": array for name, array in self.network.tensors().items()}
         if self._improvement is not None:
             arrays |= self._improvement.state()
-        self.folder.save_state(arrays, asdict(self.progress), self.settings)
+        self.folder.save_state(arrays, asdict(self.state), self.settings)
 
     def _check_scenarios(self) -> None:
         """Refuse to go on with scenarios that have changed since the run began."""
-        now = [sha256(s.model_dump_json().encode()).hexdigest() for s in self.plan.scenarios]
-        began_with = self.progress.scenarios or now
+        now = [sha256(s.model_dump_json().encode()).hexdigest() for s in self.schedule.scenarios]
+        began_with = self.state.scenarios or now
         for name, digest, before in zip(self.settings.scenario_names, now, began_with, strict=True):
             if digest != before:
                 raise TailraceError(
                     f"scenario {name} has changed since the run began, and a run goes on as it was "
                     "begun: put it back, or begin a new run"
                 )
-        self.progress.scenarios = now
+        self.state.scenarios = now
 
-    def _progress(self, numbers: dict[str, Any]) -> Progress:
-        names = {part.name for part in fields(Progress)}
+    def _run_state(self, numbers: dict[str, Any]) -> RunState:
+        names = {part.name for part in fields(RunState)}
         if not isinstance(numbers, dict) or set(numbers) != names:
             raise TailraceError(
                 f"the state of {self.folder.path} was saved by another version of Tailrace; go on "
                 "with that one, or begin a new run"
             )
-        return Progress(**numbers)
+        return RunState(**numbers)
 
     def _restore(self, arrays: dict[str, Any]) -> None:
         prefix = "network."
         self.network.load_tensors(
             {k.removeprefix(prefix): a for k, a in arrays.items() if k.startswith(prefix)}
         )
-        if self.progress.exploration:
-            self.exploration.restore(self.progress.exploration)
-        self.curriculum.restore(self.progress.curriculum)
-        if self.progress.step > self.settings.demonstrations.rounds:
+        if self.state.exploration:
+            self.exploration.restore(self.state.exploration)
+        self.curriculum.restore(self.state.curriculum)
+        if self.state.step > self.settings.demonstrations.rounds:
             self._improvement = self._start_improvement()
             self._improvement.restore(arrays)
 
@@ -449,11 +451,11 @@ class Trainer:
         return int(rng.integers(2**62))
 
 
-def _driver(network: Network) -> Driver:
-    return Driver(LEARNED_CODE, pack(network.config, network.tensors()))
+def _compiled_policy(network: Network) -> CompiledPolicy:
+    return CompiledPolicy(LEARNED_CODE, pack(network.config, network.tensors()))
 
 
-def _start(settings: TrainSettings) -> LearnedPolicy:
+def _start_policy(settings: TrainSettings) -> LearnedPolicy:
     """Return the policy a run starts from."""
     policy = registry.get(settings.start)
     if not isinstance(policy, LearnedPolicy):

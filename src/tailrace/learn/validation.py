@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.learn.worlds import Driver, Played, ScoreTask, World, score
+from tailrace.learn.worlds import CompiledPolicy, ScoreTask, World, WorldScore, score
 from tailrace.parallel import WorkerPool
 
 
@@ -31,17 +31,17 @@ class Validation:
         self.rules = tuple(rules)
         self.rule_costs: dict[str, tuple[float, ...]] = {}
 
-    def judge_rules(self, workers: WorkerPool) -> None:
+    def evaluate_rules(self, workers: WorkerPool) -> None:
         """Play all rules; the first is the reference."""
-        tasks = [ScoreTask(w, Driver.of(rule)) for rule in self.rules for w in self.worlds]
+        tasks = [ScoreTask(w, CompiledPolicy.of(rule)) for rule in self.rules for w in self.worlds]
         played = list(workers.map(score, tasks))
         for k, rule in enumerate(self.rules):
             of_rule = played[k * len(self.worlds) : (k + 1) * len(self.worlds)]
             self.rule_costs[rule] = self._by_scenario(of_rule)
 
-    def judge(self, driver: Driver, workers: WorkerPool) -> ValidationResult:
+    def evaluate(self, policy: CompiledPolicy, workers: WorkerPool) -> ValidationResult:
         """Play a policy."""
-        played = list(workers.map(score, [ScoreTask(world, driver) for world in self.worlds]))
+        played = list(workers.map(score, [ScoreTask(world, policy) for world in self.worlds]))
         costs = self._by_scenario(played)
         return ValidationResult(
             costs,
@@ -64,7 +64,7 @@ class Validation:
         best = min(scores, key=lambda rule: scores[rule])
         return best, scores[best]
 
-    def _by_scenario(self, played: Sequence[Played]) -> tuple[float, ...]:
+    def _by_scenario(self, played: Sequence[WorldScore]) -> tuple[float, ...]:
         numbers = np.array([world.number for world in self.worlds])
         costs = np.array([p.cost_s for p in played])
         return tuple(float(costs[numbers == n].mean()) for n in np.unique(numbers))

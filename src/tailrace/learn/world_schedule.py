@@ -8,7 +8,7 @@ import numpy as np
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.learn.distribution import Distribution
+from tailrace.learn.randomisation import Distribution
 from tailrace.learn.settings import (
     FIRST_VALIDATION_SEED,
     START,
@@ -16,7 +16,7 @@ from tailrace.learn.settings import (
     TrainSettings,
     training_seed,
 )
-from tailrace.learn.worlds import Driver, LabelTask, World
+from tailrace.learn.worlds import CompiledPolicy, LabelTask, World
 from tailrace.saturation import with_capacity
 from tailrace.seeds import Purpose, generator, seeds
 from tailrace.sim.build import why_not_compiled
@@ -29,7 +29,7 @@ SKETCH_REPLICAS, SKETCH_WORLDS, SKETCH_DECISIONS, SKETCH_EPSILON = 28, 24, 200, 
 
 
 @dataclass(frozen=True)
-class Source:
+class ScenarioSampler:
     """What a stage draws its worlds from, at a multiple of their load."""
 
     scenarios: tuple[Scenario, ...]
@@ -68,7 +68,7 @@ def enlarged(scenario: Scenario, replicas: int) -> Scenario:
     )
 
 
-class Plan:
+class WorldSchedule:
     """Worlds by step. Each step takes training seeds of its own, so any step can be repeated."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Plan:
         return () if self.distribution is None else self.distribution.capacities
 
     @property
-    def most_replicas(self) -> int:
+    def max_replicas(self) -> int:
         """Replicas of the largest cluster of any stage."""
         sizes = [scenario.cluster.size for scenario in self.scenarios]
         if self.distribution is not None:
@@ -103,16 +103,16 @@ class Plan:
         """Return the ``number``-th training seed of this run."""
         return seeds(Purpose.TRAINING, 1, training_seed(self.settings.seed, number))[0]
 
-    def source(self, stage: Stage | None) -> Source:
+    def sampler(self, stage: Stage | None) -> ScenarioSampler:
         """Return what the worlds of a stage are drawn from."""
         if stage is None:
-            return Source(self.scenarios, self.distribution)
+            return ScenarioSampler(self.scenarios, self.distribution)
         chosen = self.scenarios
         if stage.scenarios:
             names = self.settings.scenario_names
             pairs = zip(names, self.scenarios, strict=True)
             chosen = tuple(scenario for name, scenario in pairs if name in stage.scenarios)
-        return Source(chosen, self.distribution, stage.load)
+        return ScenarioSampler(chosen, self.distribution, stage.load)
 
     def _world(self, scenario: Scenario, seed: int, requests: int, number: int) -> World:
         weight = self.settings.branching.tail_weight
@@ -123,32 +123,32 @@ class Plan:
 
         As many as their share are randomised, and come first; then the scenarios take turns.
         """
-        source = self.source(stage)
-        share = 0.0 if source.distribution is None else source.distribution.settings.share
+        sampler = self.sampler(stage)
+        share = 0.0 if sampler.distribution is None else sampler.distribution.settings.share
         randomised = round(count * share)
         made = []
         for k in range(count):
             seed = self.seed(first + k)
-            if source.distribution is not None and k < randomised:
+            if sampler.distribution is not None and k < randomised:
                 number = len(self.scenarios) + first + k
-                scenario = source.distribution(seed, source.load)
+                scenario = sampler.distribution(seed, sampler.load)
                 made.append(self._world(scenario, seed, requests, number))
                 continue
             # Where the last step's turns ended, this one's begin.
-            turn = (first // count * (count - randomised) + k - randomised) % len(source.scenarios)
-            scenario = source.scenarios[turn]
+            turn = (first // count * (count - randomised) + k - randomised) % len(sampler.scenarios)
+            scenario = sampler.scenarios[turn]
             number = self.scenarios.index(scenario)
-            made.append(self._world(at_load(scenario, source.load), seed, requests, number))
+            made.append(self._world(at_load(scenario, sampler.load), seed, requests, number))
         return made
 
     def label_tasks(
-        self, round_: int, network: np.ndarray, student_drives: bool, stage: Stage | None
+        self, round_: int, network: np.ndarray, student_acts: bool, stage: Stage | None
     ) -> list[LabelTask]:
         """Return the tasks of a round of demonstrations."""
         d = self.settings.demonstrations
         requests = d.warmup + d.decisions + 1
         names = [name for name, share in d.teachers.items() if share > 0]
-        teachers = [Driver.of(self.settings.start if n == START else n) for n in names]
+        teachers = [CompiledPolicy.of(self.settings.start if n == START else n) for n in names]
         shares = np.array([d.teachers[name] for name in names])
         tasks = []
         for world in self.worlds(round_ * d.worlds, d.worlds, requests, stage):
@@ -160,11 +160,11 @@ class Plan:
                     replace(world, scenario=at_load(world.scenario, factor)),
                     network,
                     tuple(teachers) if d.best_teacher else (teachers[drawn],),
-                    student_drives,
+                    student_acts,
                     warmup=int(rng.integers(d.warmup // 10, d.warmup + 1)),
                     unbalanced=bool(rng.random() < d.unbalanced),
                     rows=d.decisions,
-                    epsilon=d.student_epsilon if student_drives else d.epsilon,
+                    epsilon=d.student_epsilon if student_acts else d.epsilon,
                 )
             )
         return tasks
@@ -172,7 +172,7 @@ class Plan:
     def sketch_tasks(self, network: np.ndarray) -> list[LabelTask]:
         """Return tasks that show what a finished network meets: it drives by itself."""
         most = self.settings.demonstrations.warmup
-        itself = (Driver(LEARNED_CODE, network),)
+        itself = (CompiledPolicy(LEARNED_CODE, network),)
         tasks = []
         for small in self.worlds(0, SKETCH_WORLDS, most + SKETCH_DECISIONS + 1, None):
             world = replace(small, scenario=enlarged(small.scenario, SKETCH_REPLICAS))
@@ -182,7 +182,7 @@ class Plan:
                     world,
                     network,
                     itself,
-                    student_drives=True,
+                    student_acts=True,
                     warmup=warmup,
                     unbalanced=False,
                     rows=SKETCH_DECISIONS,

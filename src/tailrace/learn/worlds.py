@@ -21,18 +21,18 @@ from tailrace.sim.types import Fleet
 from tailrace.workload import library
 
 #: Requests by which it is found out how long a request stays.
-STAY_REQUESTS = 2000
+RESIDENCE_REQUESTS = 2000
 
 
 @dataclass(frozen=True)
-class Driver:
+class CompiledPolicy:
     """A policy that runs inside the compiled engine: its code and its parameters."""
 
     code: int
     params: NDArray[np.float64]
 
     @classmethod
-    def of(cls, name: str) -> "Driver":
+    def of(cls, name: str) -> "CompiledPolicy":
         """A built-in rule, or a trained policy."""
         policy = registry.get(name)
         assert isinstance(policy, BuiltinPolicy)
@@ -68,14 +68,14 @@ class World:
         simulation.arrays[0].clusters["late_share"] = self.late_share
         return simulation
 
-    def stay_s(self) -> float:
+    def residence_time_s(self) -> float:
         """P90 of the time a request stays in this scenario under a good rule, s."""
-        return _stay_s(self.scenario)
+        return _residence_time_s(self.scenario)
 
 
 @lru_cache(maxsize=256)
-def _stay_s(scenario: Scenario) -> float:
-    simulation = World(scenario, seeds(Purpose.TRAINING, 1)[0], STAY_REQUESTS).simulation()
+def _residence_time_s(scenario: Scenario) -> float:
+    simulation = World(scenario, seeds(Purpose.TRAINING, 1)[0], RESIDENCE_REQUESTS).simulation()
     simulation.run(registry.get("lmetric"))
     result = simulation.result().requests
     return float(np.nanpercentile(result["finished_s"] - result["arrived_s"], 90))
@@ -87,8 +87,8 @@ class LabelTask:
 
     world: World
     network: NDArray[np.float64]  #: packed network in training
-    teachers: tuple[Driver, ...]  #: of several, the one that does best in this world
-    student_drives: bool
+    teachers: tuple[CompiledPolicy, ...]  #: of several, the one that does best in this world
+    student_acts: bool
     warmup: int  #: decisions before the first label
     unbalanced: bool  #: most of the warm-up goes to one replica
     rows: int
@@ -116,11 +116,11 @@ class ScoreTask:
     """Play a world from start to end."""
 
     world: World
-    driver: Driver
+    policy: CompiledPolicy
 
 
 @dataclass(frozen=True)
-class Played:
+class WorldScore:
     """How a world went."""
 
     cost_s: float  #: mean composite cost of a request, and what the world adds for the tail
@@ -138,21 +138,21 @@ def label(task: LabelTask) -> Samples:
     if len(task.teachers) > 1:
         teacher = min(task.teachers, key=lambda t: score(ScoreTask(task.world, t)).cost_s)
     teacher = replace(teacher, params=teacher.params.copy())  # so may a teacher's
-    driver = Driver(engine.LEARNED_CODE, network) if task.student_drives else teacher
+    behaviour = CompiledPolicy(engine.LEARNED_CODE, network) if task.student_acts else teacher
     if task.unbalanced:
         kernels.unbalance(fleet, tables, 0, task.warmup)
     else:
-        kernels.drive(fleet, tables, 0, driver.code, driver.params, task.warmup)
+        kernels.route(fleet, tables, 0, behaviour.code, behaviour.params, task.warmup)
     out = _samples(task.world, fleet, network, task.rows)
     rows = kernels.label(
         fleet,
         tables,
         0,
-        driver.code,
-        driver.params,
+        behaviour.code,
+        behaviour.params,
         teacher.code,
         teacher.params,
-        task.student_drives,
+        task.student_acts,
         network,
         task.epsilon,
         _rows(out),
@@ -170,11 +170,11 @@ def branch(task: BranchTask) -> Samples:
     out = _samples(task.world, fleet, network, task.rows)
     after = np.zeros(out.memory.shape[1], np.float32)
     plan = np.zeros(task.world.requests, np.int64)
-    horizon_s = max(task.horizon * task.world.stay_s(), task.min_horizon_s)
+    horizon_s = max(task.horizon * task.world.residence_time_s(), task.min_horizon_s)
     horizon_s = min(horizon_s, task.max_horizon_s)
     decisions, rows = task.warmup, _rows(out)
     for k in range(task.rows):
-        if not kernels.drive(fleet, tables, 0, engine.LEARNED_CODE, network, decisions):
+        if not kernels.route(fleet, tables, 0, engine.LEARNED_CODE, network, decisions):
             return out.head(k)
         kernels.branch(
             fleet,
@@ -204,19 +204,19 @@ def _rows(samples: Samples) -> kernels.Rows:
     return kernels.Rows._make(getattr(samples, name) for name in kernels.Rows._fields)
 
 
-def score(task: ScoreTask) -> Played:
+def score(task: ScoreTask) -> WorldScore:
     """Do a score task."""
     simulation = task.world.simulation()
     fleet, tables = simulation.arrays
-    code, params = task.driver.code, task.driver.params.copy()
-    while kernels.drive(fleet, tables, 0, code, params, 10_000):
+    code, params = task.policy.code, task.policy.params.copy()
+    while kernels.route(fleet, tables, 0, code, params, 10_000):
         pass
     result = simulation.result()
     summary = summarise(result)
     cluster = fleet.clusters[0]
     facts = tables.facts[cluster["table"]]
     tail_s = kernels.tail_s(fleet.requests[0], facts, 0, cluster["highest"], 0.0)
-    return Played(
+    return WorldScore(
         summary.cost_s + task.world.tail_weight * tail_s / task.world.requests,
         summary.ttft_s.p99,
         summary.e2e_s.mean,

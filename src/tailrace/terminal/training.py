@@ -16,7 +16,7 @@ from rich.table import Table
 from tailrace.learn.trainer import Outcome
 
 #: Figures shown, in order: name, heading, format.
-FIGURES = (
+METRICS = (
     ("steps_per_s", "samples/s", ",.0f"),
     ("loss", "loss", ".4f"),
     ("entropy", "entropy", ".3f"),
@@ -97,7 +97,7 @@ class LiveWatcher:
         if self._show and not self._terminal:
             shown = ", ".join(
                 f"{heading} {metrics[name]:{form}}"
-                for name, heading, form in FIGURES
+                for name, heading, form in METRICS
                 if name in metrics
             )
             begun = _minutes(now - self._started)
@@ -115,10 +115,10 @@ class LiveWatcher:
         table = Table(box=None, pad_edge=False)
         table.add_column("step", justify="right")
         table.add_column("phase")
-        for _, heading, _ in FIGURES:
+        for _, heading, _ in METRICS:
             table.add_column(heading, justify="right")
         for step, metrics in self._rows:
-            cells = [f"{metrics[n]:{form}}" if n in metrics else "" for n, _, form in FIGURES]
+            cells = [f"{metrics[n]:{form}}" if n in metrics else "" for n, _, form in METRICS]
             mark = " *" if metrics.get("best") else ""
             table.add_row(str(step), str(metrics["phase"]) + mark, *cells)
         return Group(table, self._bar)

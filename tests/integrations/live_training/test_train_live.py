@@ -30,7 +30,7 @@ from tailrace.integrations.live_training.router import POLICY, LiveRouter
 from tailrace.learn import settings as s
 from tailrace.learn.improve.recorder import Recording
 from tailrace.learn.trainer import Trainer
-from tailrace.learn.world_schedule import Plan
+from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
 from tailrace.policy.learned.network import Network
@@ -89,8 +89,8 @@ class Hold(Noted):
         super().__init__()
         self.learnt, self.go_on = threading.Event(), threading.Event()
 
-    def step(self, step: int, steps: int, figures: Any) -> None:
-        super().step(step, steps, figures)
+    def step(self, step: int, steps: int, metrics: Any) -> None:
+        super().step(step, steps, metrics)
         if step == steps:
             self.learnt.set()
             self.go_on.wait(60)
@@ -125,8 +125,8 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
 
     made: list[LiveRollouts] = []
 
-    def source_of(network: Network, plan: Plan, first_seed: int) -> LiveRollouts:
-        made.append(LiveRollouts(network, plan, first_seed))
+    def source_of(network: Network, schedule: WorldSchedule, first_seed: int) -> LiveRollouts:
+        made.append(LiveRollouts(network, schedule, first_seed))
         return made[-1]
 
     async def test() -> list[Any]:
@@ -164,12 +164,12 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
     for result in loads:
         assert (result.requests["status"] == FINISHED).all()
         assert (result.requests["replica"] >= 0).all()  # the router said where it went
-    assert sum(figures["samples"] for figures in watcher.figures) == UPDATES * DECISIONS
-    for figures in watcher.figures:
-        assert figures["behaviour_gap"] < 1e-4
-        assert figures["raw_reward"] < 0
-        assert figures["terms/lost"] == 0
-        assert figures["epsilon"] == 0.1
+    assert sum(metrics["samples"] for metrics in watcher.metrics) == UPDATES * DECISIONS
+    for metrics in watcher.metrics:
+        assert metrics["behaviour_gap"] < 1e-4
+        assert metrics["raw_reward"] < 0
+        assert metrics["terms/lost"] == 0
+        assert metrics["epsilon"] == 0.1
     assert (last["open"], last["hook_errors"], last["last_error"]) == (0, 0, "")
     status = last["router"]
     assert (status["policy"], status["in_flight"], status["waiting"]) == ("recorder", 0, 0)
@@ -272,7 +272,7 @@ def test_what_the_guard_overrules_is_not_learnt_from(recorder: LiveRecorder) -> 
         over(recorder, attempt, "done")
     assert overruled > 0
     assert (found[0].action == 1).all()
-    assert found[0].figures["overruled"] == pytest.approx(overruled / (overruled + 8))
+    assert found[0].metrics["overruled"] == pytest.approx(overruled / (overruled + 8))
     # The time of what was overruled is not lost: it belongs to the decision before.
     assert found[0].elapsed_s.sum() > 8 * 0.01 - 1e-9
     for attempt in busy:

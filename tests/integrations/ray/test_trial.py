@@ -68,7 +68,7 @@ def test_a_trial_that_fails_says_why(tmp_path):
 
 def test_trials_play_and_are_judged_on_training_seeds_only(tmp_path, monkeypatch):
     seen = []
-    original = trainer.Plan.validation
+    original = trainer.WorldSchedule.validation
 
     def validation(self):
         found = original(self)
@@ -76,7 +76,7 @@ def test_trials_play_and_are_judged_on_training_seeds_only(tmp_path, monkeypatch
         seen.extend(world.seed for world in self.worlds(0, 50, 1, None))
         return found
 
-    monkeypatch.setattr(trainer.Plan, "validation", validation)
+    monkeypatch.setattr(trainer.WorldSchedule, "validation", validation)
     run_trial(tmp_path / "run", settings(tmp_path), lambda *t: None)
     assert {purpose_of(seed) for seed in seen} == {Purpose.TRAINING}
 

@@ -48,9 +48,9 @@ def test_a_roll_out_is_what_the_world_shows_for_the_same_choices():
         world.step(int(rollout.action[t, 0]))
         assert rollout.reward[t, 0] == pytest.approx(reward(world.out)[0], abs=1e-9)
         assert rollout.elapsed_s[t, 0] == pytest.approx(world.out.elapsed_s[0], abs=1e-12)
-    np.testing.assert_allclose(rollout.ends.replica_obs[0], world.observation()["replicas"])
-    assert rollout.figures["terms/late_s"] > 0
-    assert rollout.figures["overruled"] == 0
+    np.testing.assert_allclose(rollout.bootstrap.replica_obs[0], world.observation()["replicas"])
+    assert rollout.metrics["terms/late_s"] > 0
+    assert rollout.metrics["overruled"] == 0
     assert rollout.names == ("four",)
     assert len(set(rollout.action.ravel())) == 4
 
@@ -62,7 +62,7 @@ def test_a_group_plays_the_same_requests_with_choices_of_its_own():
     assert both.memory.shape == (8, 2, 3)
     assert both.prior is not None
     assert both.prior.shape == both.mask.shape == (64, 2, 4)
-    assert both.ends.cluster.tolist() == [0, 1]
+    assert both.bootstrap.cluster.tolist() == [0, 1]
     assert (both.elapsed_s[:, 0] == both.elapsed_s[:, 1]).all()
     assert (both.action[:, 0] != both.action[:, 1]).any()
     again = play(task("all", group=2))
@@ -94,14 +94,14 @@ def test_200_ppo_steps_from_the_shipped_policy(tmp_path):
     settings = s.build(SETTINGS, over)
     outcome = Trainer(tmp_path / "run", settings, 1, watcher, ROLLOUT_SOURCES).run()
     assert outcome.best.is_file()
-    assert sum(figures["samples"] for figures in watcher.figures) == 256
-    for figures in watcher.figures:
-        assert figures["phase"] == "ppo"
+    assert sum(metrics["samples"] for metrics in watcher.metrics) == 256
+    for metrics in watcher.metrics:
+        assert metrics["phase"] == "ppo"
         # The network that learns is the one that played.
-        assert figures["behaviour_gap"] < 1e-4
-        assert figures["overruled"] == 0
-        assert figures["raw_reward"] < 0
-        assert np.isfinite(figures["score"])
+        assert metrics["behaviour_gap"] < 1e-4
+        assert metrics["overruled"] == 0
+        assert metrics["raw_reward"] < 0
+        assert np.isfinite(metrics["score"])
     shipped = checkpoint.shipped().tensors
     trained = checkpoint.read(tmp_path / "run" / "last.tailrace")[1]
     moved = [name for name in trained if (shipped[name] != trained[name]).any()]

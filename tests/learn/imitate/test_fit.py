@@ -6,7 +6,7 @@ torch = pytest.importorskip("torch")
 from policy.networks import random_tensors  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
 from tailrace.learn.imitate.fit import (  # noqa: E402
-    ImitationTargets,
+    ImitationDataset,
     imitate,
     improve,
     log_policy_of,
@@ -68,10 +68,10 @@ def test_the_target_of_a_demonstration_by_hand():
     made.mask[:] = True
     made.tried[0] = [True, True, False]
     made.costs[0] = [2.0, 2.0 + 0.1 * np.log(3), 0.0]
-    lesson = ImitationTargets.of(made, temperature_s=0.1)
-    assert lesson.target[0].tolist() == pytest.approx([0.75, 0.25, 0])
+    dataset = ImitationDataset.of(made, temperature_s=0.1)
+    assert dataset.target[0].tolist() == pytest.approx([0.75, 0.25, 0])
     made.costs[0, 1] = 1000.0
-    assert ImitationTargets.of(made, 0.1).regret.max() == 5.0
+    assert ImitationDataset.of(made, 0.1).regret.max() == 5.0
 
 
 def test_imitation_finds_the_cheap_choice_in_clusters_of_any_size():
@@ -108,10 +108,10 @@ def test_demonstrations_hold_an_update_back_by_their_weight():
     """The teacher wants the opposite of what branches say."""
     samples, opposite = toy(300), toy(300)
     opposite.costs[:] = -opposite.costs
-    lessons = [ImitationTargets.of(opposite, 0.1)]
+    datasets = [ImitationDataset.of(opposite, 0.1)]
     gains = [
         improve(
-            fresh_network(), [samples], rng=rng(), demonstrations=lessons, imitation_weight=weight,
+            fresh_network(), [samples], rng=rng(), demonstrations=datasets, imitation_weight=weight,
             **IMPROVING,
         )["gain"]
         for weight in (0.0, 0.02, 1.0)

@@ -4,9 +4,9 @@ import pytest
 from tailrace.errors import TailraceError
 from tailrace.learn.improve.advantages import (
     RewardScale,
-    fading,
+    discount_factors,
     gae,
-    grouped,
+    group_relative,
     next_values,
     normalised,
 )
@@ -24,8 +24,8 @@ def test_advantages_of_a_trace_by_hand():
     rewards, values = column(1.0, 2.0, 3.0), column(10.0, 20.0, 30.0)
     ended = flags(0, 0, 1)
     following = next_values(values, column(0, 0, 40.0), ended)
-    discount, trace = column(0.5, 0.25, 0.5), column(0.8, 0.4, 0.7)
-    found, returns = gae(rewards, values, following, discount, trace, truncated=ended)
+    discount, gae_lambda = column(0.5, 0.25, 0.5), column(0.8, 0.4, 0.7)
+    found, returns = gae(rewards, values, following, discount, gae_lambda, truncated=ended)
     last = 3 + 0.5 * 40 - 30
     middle = (2 + 0.25 * 30 - 20) + 0.25 * 0.4 * last
     first = (1 + 0.5 * 20 - 10) + 0.5 * 0.8 * middle
@@ -52,7 +52,7 @@ def test_a_trace_of_one_is_the_discounted_sum_and_of_zero_the_error_of_one_step(
 
 def test_an_endless_chain_has_the_value_of_a_geometric_series():
     half_life_s, elapsed_s = 20.0, np.full((400, 2), 0.5)
-    discount = fading(elapsed_s, half_life_s)
+    discount = discount_factors(elapsed_s, half_life_s)
     value = -3.0 / (1 - 0.5 ** (0.5 / 20))
     rewards = np.full((400, 2), -3.0)
     ended = np.zeros((400, 2), np.bool_)
@@ -74,13 +74,13 @@ def test_an_endless_chain_has_the_value_of_a_geometric_series():
 
 def test_truncation_counts_what_follows_and_termination_does_not():
     rewards, values = column(1.0, 1.0, 1.0), column(5.0, 5.0, 5.0)
-    discount = trace = column(0.9, 0.9, 0.9)
+    discount = gae_lambda = column(0.9, 0.9, 0.9)
     ended = flags(0, 1, 1)
     after = column(0.0, 100.0, 50.0)
     following = next_values(values, after, ended)
-    cut, _ = gae(rewards, values, following, discount, trace, truncated=ended)
+    cut, _ = gae(rewards, values, following, discount, gae_lambda, truncated=ended)
     dead, _ = gae(
-        rewards, values, following, discount, trace, truncated=flags(0, 0, 1),
+        rewards, values, following, discount, gae_lambda, truncated=flags(0, 0, 1),
         terminated=flags(0, 1, 0),
     )  # fmt: skip
     assert cut[1, 0] == pytest.approx(1 + 0.9 * 100 - 5)
@@ -91,29 +91,29 @@ def test_truncation_counts_what_follows_and_termination_does_not():
 
 
 def test_time_fades_by_seconds_not_by_decisions():
-    split = fading(np.array([[1.0], [2.0], [3.0]]), 6.0)
+    split = discount_factors(np.array([[1.0], [2.0], [3.0]]), 6.0)
     assert np.prod(split) == pytest.approx(0.5)
-    assert fading(np.array([[6.0, 6.0]]), np.array([6.0, 3.0])).tolist() == [[0.5, 0.25]]
+    assert discount_factors(np.array([[6.0, 6.0]]), np.array([6.0, 3.0])).tolist() == [[0.5, 0.25]]
 
 
 def test_identical_members_of_a_group_have_no_advantage():
     one = np.random.default_rng(2).normal(size=(5, 2))
-    assert (np.abs(grouped(np.repeat(one, 3, axis=1), 3)) < 1e-12).all()
+    assert (np.abs(group_relative(np.repeat(one, 3, axis=1), 3)) < 1e-12).all()
 
 
 def test_a_member_is_compared_with_the_others_of_its_group_only():
     given = np.array([[1.0, 2.0, 6.0, 100.0, 200.0, 300.0]])
-    found = grouped(given, 3)
+    found = group_relative(given, 3)
     assert found[0].tolist() == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5, -150, 0, 150])
     # What all members share, per decision, makes no difference.
     shared = given + np.array([[5.0, 5, 5, -7, -7, -7]])
-    np.testing.assert_allclose(grouped(shared, 3), found)
+    np.testing.assert_allclose(group_relative(shared, 3), found)
 
 
 @pytest.mark.parametrize("group", [1, 4])
 def test_groups_that_cannot_be_compared_are_refused(group):
     with pytest.raises(TailraceError, match="cannot be compared in groups"):
-        grouped(np.zeros((2, 6)), group)
+        group_relative(np.zeros((2, 6)), group)
 
 
 def test_normalised_overall_or_per_group():

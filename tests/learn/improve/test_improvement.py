@@ -13,7 +13,7 @@ from tailrace.learn.exploration import Exploration  # noqa: E402
 from tailrace.learn.improve import improvement, rollout_source  # noqa: E402
 from tailrace.learn.improve.improvement import Branching, Ppo  # noqa: E402
 from tailrace.learn.improve.rollout_source import SimulatorRollouts  # noqa: E402
-from tailrace.learn.world_schedule import Plan  # noqa: E402
+from tailrace.learn.world_schedule import WorldSchedule  # noqa: E402
 from tailrace.parallel import WorkerPool  # noqa: E402
 from tailrace.policy.learned.network import Network  # noqa: E402
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES  # noqa: E402
@@ -31,14 +31,14 @@ def make(folder, over=None, capacities=()):
     """An improvement of a fresh network, and the network."""
     if (over or {}).get("method") == "ppo":  # whose episodes are many, and chat is quickly made
         over = {"scenarios": [scenario_file(folder, "chat", 12.0)], **over}
-    plan = Plan(settings(folder, over), capacities)
+    schedule = WorldSchedule(settings(folder, over), capacities)
     torch.manual_seed(0)
-    network = Network(plan.settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
-    if plan.settings.method == "branching":
-        return Branching(network, plan, WORKERS, 10), network
-    exploration = Exploration(plan.settings.exploration)
-    source = SimulatorRollouts(network, plan, 10)
-    return Ppo(network, plan.settings, source, WORKERS, exploration), network
+    network = Network(schedule.settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
+    if schedule.settings.method == "branching":
+        return Branching(network, schedule, WORKERS, 10), network
+    exploration = Exploration(schedule.settings.exploration)
+    source = SimulatorRollouts(network, schedule, 10)
+    return Ppo(network, schedule.settings, source, WORKERS, exploration), network
 
 
 def update(method, number=0, stage=None):

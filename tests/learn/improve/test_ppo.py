@@ -9,7 +9,7 @@ from learn.played import bytes_of, learn, network_of, play, settings  # noqa: E4
 from policy.networks import VARIANTS  # noqa: E402
 from tailrace.config import Cluster, Replica, Scenario, Workload, parse  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
-from tailrace.learn.exploration import Now  # noqa: E402
+from tailrace.learn.exploration import ExplorationValues  # noqa: E402
 from tailrace.learn.improve.minibatch import (  # noqa: E402
     evaluate,
     log_behaviour,
@@ -46,7 +46,7 @@ def test_it_learns_from_clusters_of_several_sizes_at_once():
     for update in range(25):
         rng = np.random.default_rng(update)
         rollouts = [play(network, rng, n=n) for n in (2, 5)]
-        learner.update(rollouts, Now(), update, torch.Generator().manual_seed(update))
+        learner.update(rollouts, ExplorationValues(), update, torch.Generator().manual_seed(update))
     for n in (2, 3, 5):
         assert play(network, np.random.default_rng(10**6), n=n).reward.mean() > 0.85
 
@@ -67,13 +67,13 @@ def test_padding_makes_no_difference():
                 replica_obs=padded(rollout.replica_obs, 2),
                 mask=padded(rollout.mask, 2),
                 prior=padded(rollout.prior, 2),
-                ends=replace(
-                    rollout.ends,
-                    replica_obs=padded(rollout.ends.replica_obs, 1),
-                    mask=padded(rollout.ends.mask, 1),
+                bootstrap=replace(
+                    rollout.bootstrap,
+                    replica_obs=padded(rollout.bootstrap.replica_obs, 1),
+                    mask=padded(rollout.bootstrap.mask, 1),
                 ),
             )
-        learner.update([rollout], Now(), 0, torch.Generator().manual_seed(0))
+        learner.update([rollout], ExplorationValues(), 0, torch.Generator().manual_seed(0))
         found.append(bytes_of(learner.network))
     assert found[0] == found[1]
 
@@ -95,34 +95,42 @@ def test_the_value_of_an_endless_chain_is_that_of_a_geometric_series():
 
     for update in range(updates):
         rollout = play(network, np.random.default_rng(update), always)
-        figures = learner.update([rollout], Now(), update, torch.Generator().manual_seed(update))
+        metrics = learner.update(
+            [rollout], ExplorationValues(), update, torch.Generator().manual_seed(update)
+        )
     exact = -3.0 / (1 - 0.5 ** (0.5 / 2.0))
     # The last per cents come slowly, and how slowly depends on the machine's linear algebra.
-    assert figures["value_mean"] == pytest.approx(exact, rel=0.05)
+    assert metrics["value_mean"] == pytest.approx(exact, rel=0.05)
 
 
 # ---- the same distribution in roll-outs and learner ---------------------------------------------
 
 
-def log_ratio(network: Network, rollout: Rollout, now: Now) -> float:
+def log_ratio(network: Network, rollout: Rollout, exploration: ExplorationValues) -> float:
     """Largest logarithm of a ratio in the minibatches of a first epoch."""
     learner = Learner(network, settings(), 1)
     seen = estimate(network, [rollout], learner.settings, None)
-    groups = learner._experience(seen, now, None)
+    groups = learner._experience(seen, exploration, None)
     largest = 0.0
     for part in minibatches(groups, 64, torch.Generator().manual_seed(0)):
         with torch.no_grad():
             logits, _ = evaluate(network, part)
-            policy = log_policy(logits, part.mask, now.temperature)
-            change = log_behaviour(policy, part.mask, part.action, now.epsilon) - part.log_prob
+            policy = log_policy(logits, part.mask, exploration.temperature)
+            change = (
+                log_behaviour(policy, part.mask, part.action, exploration.epsilon) - part.log_prob
+            )
         largest = max(largest, float(change.abs().max()))
     return largest
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("now", [Now(), Now(0.01, 1.7, 0.2)], ids=["plain", "explores"])
-def test_on_unchanged_weights_every_ratio_is_one(variant, now):
+@pytest.mark.parametrize(
+    "exploration",
+    [ExplorationValues(), ExplorationValues(0.01, 1.7, 0.2)],
+    ids=["plain", "explores"],
+)
+def test_on_unchanged_weights_every_ratio_is_one(variant, exploration):
     world = Scenario(
         cluster=Cluster(replicas=(Replica(count=2), Replica(speed=0.5))),
         workload=Workload(name="chat", rate=15.0),
@@ -141,36 +149,38 @@ def test_on_unchanged_weights_every_ratio_is_one(variant, now):
             warmup=8,
             decisions=32,
             chunk=8,
-            temperature=now.temperature,
-            epsilon=now.epsilon,
+            temperature=exploration.temperature,
+            epsilon=exploration.epsilon,
         )
     )
     assert rollout.log_prob.std() > 0.05  # a uniform policy would prove nothing
-    assert log_ratio(network, rollout, now) < 1e-4
+    assert log_ratio(network, rollout, exploration) < 1e-4
     learner = Learner(network, settings(learning_rate=1e-12, epochs=1), 1)
-    figures = learner.update([rollout], now, 0, torch.Generator().manual_seed(0))
-    assert figures["behaviour_gap"] < 1e-4
-    assert abs(figures["kl"]) < 1e-6
-    assert figures["clip_fraction"] == 0
-    assert figures["policy_loss"] == pytest.approx(0, abs=1e-5)
+    metrics = learner.update([rollout], exploration, 0, torch.Generator().manual_seed(0))
+    assert metrics["behaviour_gap"] < 1e-4
+    assert abs(metrics["kl"]) < 1e-6
+    assert metrics["clip_fraction"] == 0
+    assert metrics["policy_loss"] == pytest.approx(0, abs=1e-5)
 
 
-@pytest.mark.parametrize("wrong", [Now(0.0, 1.0, 0.2), Now(0.0, 1.7, 0.0)])
+@pytest.mark.parametrize(
+    "wrong", [ExplorationValues(0.0, 1.0, 0.2), ExplorationValues(0.0, 1.7, 0.0)]
+)
 def test_another_temperature_or_epsilon_than_played_shows(wrong):
     network = network_of("memory", sharp=400.0)
-    rollout = play(network, np.random.default_rng(0), now=Now(0.0, 1.7, 0.2))
-    assert log_ratio(network, rollout, Now(0.0, 1.7, 0.2)) < 1e-4
+    rollout = play(network, np.random.default_rng(0), exploration=ExplorationValues(0.0, 1.7, 0.2))
+    assert log_ratio(network, rollout, ExplorationValues(0.0, 1.7, 0.2)) < 1e-4
     assert log_ratio(network, rollout, wrong) > 0.05
 
 
 def test_a_memory_that_is_not_its_own_shows():
     network = network_of("memory", sharp=400.0)
     rollout = play(network, np.random.default_rng(0))
-    assert log_ratio(network, rollout, Now()) < 1e-4
+    assert log_ratio(network, rollout, ExplorationValues()) < 1e-4
     shifted = replace(rollout, memory=np.roll(rollout.memory, 1, axis=1))
-    assert log_ratio(network, shifted, Now()) > 1e-3
+    assert log_ratio(network, shifted, ExplorationValues()) > 1e-3
     unstarted = replace(rollout, starts=np.zeros_like(rollout.starts))
-    assert log_ratio(network, unstarted, Now()) > 1e-3
+    assert log_ratio(network, unstarted, ExplorationValues()) > 1e-3
 
 
 # ---- state --------------------------------------------------------------------------------------
@@ -194,12 +204,12 @@ def test_a_restored_learner_goes_on_bit_for_bit(variant, changes):
     second = Learner(network_of(variant, seed=9), settings(**changes), 6)
     learn(second, range(2))  # nor must what was before
     second.restore(state)
-    figures = learn(second, range(3, 6))
+    metrics = learn(second, range(3, 6))
     assert bytes_of(second.network) == bytes_of(whole.network)
     assert {n: a.tobytes() for n, a in second.state().items()} == {
         n: a.tobytes() for n, a in whole.state().items()
     }
-    assert all(np.isfinite(list(figures.values())))
+    assert all(np.isfinite(list(metrics.values())))
 
 
 def test_a_state_before_the_first_update_is_complete():
@@ -238,7 +248,7 @@ def test_a_reward_that_is_no_number_stops_learning_and_leaves_the_network_alone(
     rollout = play(learner.network, np.random.default_rng(0))
     rollout.reward[3, 2] = value
     with pytest.raises(TailraceError, match=r"reward in a roll-out is not finite.*learning_rate"):
-        learner.update([rollout], Now(), 0, torch.Generator())
+        learner.update([rollout], ExplorationValues(), 0, torch.Generator())
     assert {n: a.tobytes() for n, a in learner.state().items()} == before
 
 
@@ -248,7 +258,7 @@ def test_a_step_that_is_no_number_is_not_taken():
     with torch.no_grad():
         learner.network.scorer.output.weight.fill_(3e38)  # the logits are beyond float32
     with pytest.raises(TailraceError, match=r"policy_loss is not finite.*learning_rate"):
-        learner.update([rollout], Now(), 0, torch.Generator())
+        learner.update([rollout], ExplorationValues(), 0, torch.Generator())
     assert all(np.isfinite(array).all() for array in learner.network.tensors().values())
 
 
@@ -259,7 +269,7 @@ def test_values_that_run_away_stop_learning_and_leave_the_network_alone():
         learner.network.value_head.output.bias.fill_(1e20)
     before = bytes_of(learner.network)
     with pytest.raises(TailraceError, match=r"value .* runs away.*value_weight"):
-        learner.update([rollout], Now(), 0, torch.Generator())
+        learner.update([rollout], ExplorationValues(), 0, torch.Generator())
     assert bytes_of(learner.network) == before
 
 

@@ -8,8 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from learn.played import FEATURES, GLOBALS, learn, network_of, pays, play, settings  # noqa: E402
-from tailrace.learn.exploration import Now  # noqa: E402
-from tailrace.learn.imitate.fit import ImitationTargets  # noqa: E402
+from tailrace.learn.exploration import ExplorationValues  # noqa: E402
+from tailrace.learn.imitate.fit import ImitationDataset  # noqa: E402
 from tailrace.learn.improve.ppo import Learner  # noqa: E402
 from tailrace.learn.improve.returns import estimate  # noqa: E402
 from tailrace.learn.samples import Samples  # noqa: E402
@@ -31,8 +31,8 @@ def test_the_divergence_ends_an_update_early():
     free = Learner(network_of(), settings(learning_rate=0.03, epochs=8), 1)
     assert learn(free, range(1))["epochs_done"] == 8
     bounded = settings(learning_rate=0.03, epochs=8, target_kl=1e-3, kl_stop=True)
-    figures = learn(Learner(network_of(), bounded, 1), range(1))
-    assert figures["epochs_done"] < 8
+    metrics = learn(Learner(network_of(), bounded, 1), range(1))
+    assert metrics["epochs_done"] < 8
 
 
 def test_penalty_and_learning_rate_adapt_to_the_divergence():
@@ -68,10 +68,12 @@ def test_the_entropy_bonus_flattens_a_sharp_policy():
     for weight in (0.0, 0.5):
         learner = Learner(network_of(sharp=400.0), calm, 20)
         for update in range(20):
-            now = Now(entropy_weight=weight)
-            rollout = play(learner.network, np.random.default_rng(update), nothing, now)
-            figures = learner.update([rollout], now, update, torch.Generator().manual_seed(update))
-        found[weight] = figures["entropy_fraction"]
+            exploration = ExplorationValues(entropy_weight=weight)
+            rollout = play(learner.network, np.random.default_rng(update), nothing, exploration)
+            metrics = learner.update(
+                [rollout], exploration, update, torch.Generator().manual_seed(update)
+            )
+        found[weight] = metrics["entropy_fraction"]
     assert found[0.5] > 0.95
     assert found[0.0] < 0.9
 
@@ -89,7 +91,7 @@ def test_the_warm_start_holds_the_policy_until_it_has_faded():
     assert learn(check, range(1), warm_start=start)["kl_to_start"] > 5 * held["kl_to_start"]
 
 
-def demonstrations(n: int) -> ImitationTargets:
+def demonstrations(n: int) -> ImitationDataset:
     """The replica with the largest first feature is the cheapest."""
     rng = np.random.default_rng(n)
     rows = Samples.empty(500, n, 0)
@@ -100,7 +102,7 @@ def demonstrations(n: int) -> ImitationTargets:
         "tried": np.ones((500, n), np.bool_),
     }
     rows = replace(rows, **given, costs=-given["replica_obs"][..., 0].astype(np.float64))
-    return ImitationTargets.of(rows, 0.1)
+    return ImitationDataset.of(rows, 0.1)
 
 
 def test_imitation_is_mixed_in_and_fades_out():
@@ -113,7 +115,9 @@ def test_imitation_is_mixed_in_and_fades_out():
     for update in (*range(30), 40):
         rollout = play(network, np.random.default_rng(update), nothing)
         rng = torch.Generator().manual_seed(update)
-        told = learner.update([rollout], Now(), update, rng, [demonstrations(2), demonstrations(4)])
+        told = learner.update(
+            [rollout], ExplorationValues(), update, rng, [demonstrations(2), demonstrations(4)]
+        )
         losses.append(told["imitation_loss"])
     assert losses[-2] < 0.5 * losses[0]
     assert losses[-1] == 0
@@ -143,10 +147,12 @@ def test_advantages_are_scaled_as_asked():
         rollout = play(network, np.random.default_rng(0), uneven, group=4)
         scale = learner.reward_scale if kind == "raw" else None
         seen = estimate(network, [rollout], learner.settings, scale)
-        part = learner._experience(seen, Now(), None)[0]
+        part = learner._experience(seen, ExplorationValues(), None)[0]
         found[kind] = part.advantage.reshape(32, 8).numpy()
-        figures = learner.update([rollout], Now(), 0, torch.Generator().manual_seed(0))
-        assert figures["reward_scale"] == pytest.approx(learner.reward_scale.scale)
+        metrics = learner.update(
+            [rollout], ExplorationValues(), 0, torch.Generator().manual_seed(0)
+        )
+        assert metrics["reward_scale"] == pytest.approx(learner.reward_scale.scale)
     assert found["batch"].std() == pytest.approx(1, abs=1e-4)
     assert found["batch"][:, :4].std() < 0.01
     assert found["group"][:, :4].std() == pytest.approx(1, abs=1e-4)

@@ -114,13 +114,15 @@ def test_what_is_recorded_is_what_the_environment_shows_for_the_same_choices(eng
         assert rollout.reward[t, 0] == pytest.approx(reward[0], abs=1e-9), t
         assert rollout.elapsed_s[t, 0] == pytest.approx(core.step_out.elapsed_s[0], abs=1e-12)
     assert rollout.action.ravel().tolist() == sent[WARMUP : WARMUP + DECISIONS]
-    np.testing.assert_allclose(rollout.ends.replica_obs, core.observation()["replicas"], atol=1e-6)
+    np.testing.assert_allclose(
+        rollout.bootstrap.replica_obs, core.observation()["replicas"], atol=1e-6
+    )
     assert not rollout.mask.all()
     assert rollout.reward.std() > 0
-    assert rollout.figures["terms/lost"] > 0
-    assert rollout.figures["terms/finished_tokens"] > 0
-    assert rollout.figures["overruled"] == 0
-    assert rollout.figures["raw_reward"] == pytest.approx(rollout.reward.mean())
+    assert rollout.metrics["terms/lost"] > 0
+    assert rollout.metrics["terms/finished_tokens"] > 0
+    assert rollout.metrics["overruled"] == 0
+    assert rollout.metrics["raw_reward"] == pytest.approx(rollout.reward.mean())
 
 
 # ---- what is not learnt from --------------------------------------------------------------------
@@ -134,7 +136,7 @@ def test_an_overruled_decision_is_the_worlds_and_its_cost_is_not_lost(variant):
     recorder.record()
     core, _ = play(Between(recorder, sent, lambda k: k % 3 == 2), "compiled", 40)
     (rollout,) = found
-    assert rollout.figures["overruled"] == pytest.approx(1 / 3, abs=0.02)
+    assert rollout.metrics["overruled"] == pytest.approx(1 / 3, abs=0.02)
     own = [k for k in range(40) if k % 3 != 2][:24]
     assert rollout.action.ravel().tolist() == [sent[k] for k in own]
     core = Core((SCENARIO,), 1, EnvSettings(decisions=40))
@@ -244,7 +246,7 @@ def test_requests_it_was_not_asked_about_cost_too():
     recorder.sent(1, 1, 1.0)
     decide(recorder, 3)
     (rollout,) = found
-    assert rollout.figures["overruled"] == 0.5
+    assert rollout.metrics["overruled"] == 0.5
     # The first 0.5 s of request 0; 2 s of the other, and late from its target of 1 s on.
     assert rollout.reward[0, 0] == pytest.approx(
         -(composite_cost(0.5, 0.5, 0, 0) + composite_cost(2, 2, 1, 0))

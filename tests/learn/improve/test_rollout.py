@@ -10,7 +10,14 @@ from tailrace.env.reward import RewardSettings
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
 from tailrace.learn.improve import rollout as module
-from tailrace.learn.improve.rollout import Rollout, RolloutTask, behaviour, by_size, collect, sample
+from tailrace.learn.improve.rollout import (
+    Rollout,
+    RolloutTask,
+    behaviour,
+    collect,
+    sample,
+    split_by_size,
+)
 from tailrace.policy.learned.observation import REPLICA_FEATURES
 from tailrace.seeds import Purpose, seeds
 
@@ -43,7 +50,7 @@ def task(variant: str = "plain", **changes) -> RolloutTask:
 
 def arrays(rollout: Rollout) -> list[bytes]:
     found = [v.tobytes() for v in vars(rollout).values() if isinstance(v, np.ndarray)]
-    return found + [v.tobytes() for v in vars(rollout.ends).values()]
+    return found + [v.tobytes() for v in vars(rollout.bootstrap).values()]
 
 
 # ---- choices ------------------------------------------------------------------------------------
@@ -105,19 +112,19 @@ def test_what_is_recorded():
     assert rollout.memory.shape == (3, 4, 7)
     assert not rollout.memory[0].any()
     assert rollout.memory[1:].any(axis=2).all()
-    assert rollout.ends.step.tolist() == [23] * 4
-    assert rollout.ends.cluster.tolist() == [0, 1, 2, 3]
+    assert rollout.bootstrap.step.tolist() == [23] * 4
+    assert rollout.bootstrap.cluster.tolist() == [0, 1, 2, 3]
     assert rollout.prior is None
     assert (rollout.log_prob <= 0).all()
     assert rollout.log_prob.min() >= np.log(0.1 / 3)
     assert (rollout.reward < 0).any()
     assert rollout.names == ("chat-3",) * 4
     assert rollout.action_share.sum() == pytest.approx(1)
-    assert rollout.figures["raw_reward"] == pytest.approx(rollout.reward.mean())
-    assert rollout.figures["raw_reward_deviation"] == pytest.approx(rollout.reward.std())
-    assert rollout.figures["terms/elapsed_s"] == pytest.approx(rollout.elapsed_s.mean())
-    cost = 0.2 * rollout.figures["terms/e2e_s"] + rollout.figures["terms/ttft_s"]
-    assert -rollout.figures["raw_reward"] >= cost > 0
+    assert rollout.metrics["raw_reward"] == pytest.approx(rollout.reward.mean())
+    assert rollout.metrics["raw_reward_deviation"] == pytest.approx(rollout.reward.std())
+    assert rollout.metrics["terms/elapsed_s"] == pytest.approx(rollout.elapsed_s.mean())
+    cost = 0.2 * rollout.metrics["terms/e2e_s"] + rollout.metrics["terms/ttft_s"]
+    assert -rollout.metrics["raw_reward"] >= cost > 0
     mean, deviation = rollout.replica_moments
     assert mean == pytest.approx(rollout.replica_obs.mean(axis=(0, 1, 2)), abs=1e-4)
     assert deviation == pytest.approx(rollout.replica_obs.std(axis=(0, 1, 2)), abs=1e-4)
@@ -168,11 +175,11 @@ def test_an_episode_that_ends_in_between_keeps_its_last_state():
     env.reset(seed=given.seed, options={"episode_seeds": list(given.episode_seeds)})
     rollout = module._Player(env, given).record()
     assert np.flatnonzero(rollout.starts.all(axis=1)).tolist() == [0, 5, 10]
-    assert rollout.ends.step.tolist() == [4] * 4 + [9] * 4 + [11] * 4
-    last = rollout.ends.replica_obs[:4, :, IN_FLIGHT]
+    assert rollout.bootstrap.step.tolist() == [4] * 4 + [9] * 4 + [11] * 4
+    last = rollout.bootstrap.replica_obs[:4, :, IN_FLIGHT]
     assert (last > 0).any(axis=1).all()  # the old episode's requests are still under way
     assert not rollout.replica_obs[5, :, :, IN_FLIGHT].any()  # the new one begins empty
-    assert rollout.ends.memory.any(axis=1).all()
+    assert rollout.bootstrap.memory.any(axis=1).all()
 
 
 @pytest.mark.compiled
@@ -188,9 +195,9 @@ def test_a_replica_that_is_gone_is_never_chosen():
 def test_rewards_at_the_bound_are_counted():
     tight = collect(task(warmup=8, reward=RewardSettings(bound=1e-6)))
     wide = collect(task(warmup=8, reward=RewardSettings(bound=1e6)))
-    assert tight.figures["share_at_bound"] > 0.9
-    assert wide.figures["share_at_bound"] == 0
-    assert tight.figures["raw_reward"] == pytest.approx(wide.figures["raw_reward"])
+    assert tight.metrics["share_at_bound"] > 0.9
+    assert wide.metrics["share_at_bound"] == 0
+    assert tight.metrics["raw_reward"] == pytest.approx(wide.metrics["raw_reward"])
 
 
 def growing(seed: int) -> Scenario:
@@ -219,7 +226,7 @@ def padded_world(seed: int) -> Scenario:
 def test_clusters_of_several_sizes_are_taken_apart_without_loss():
     given = task("all", worlds=padded_world, clusters=8, group=2, max_replicas=4)
     whole = collect(given)
-    parts = by_size(whole)
+    parts = split_by_size(whole)
     assert [part.mask.shape for part in parts] == [(24, 4, 2), (24, 4, 3)]
     for n, part in zip((2, 3), parts, strict=True):
         which = np.flatnonzero(whole.mask[0].sum(axis=1) == n)
@@ -229,18 +236,18 @@ def test_clusters_of_several_sizes_are_taken_apart_without_loss():
         assert (part.prior == whole.prior[:, which, :n]).all()
         assert (part.log_prob == whole.log_prob[:, which]).all()
         assert (part.memory == whole.memory[:, which]).all()
-        assert part.ends.cluster.tolist() == [0, 1, 2, 3]
-        assert (part.ends.request_obs == whole.ends.request_obs[which]).all()
-    assert by_size(parts[0]) == [parts[0]]
+        assert part.bootstrap.cluster.tolist() == [0, 1, 2, 3]
+        assert (part.bootstrap.request_obs == whole.bootstrap.request_obs[which]).all()
+    assert split_by_size(parts[0]) == [parts[0]]
 
 
 @pytest.mark.compiled
 def test_a_replica_that_comes_back_at_the_very_end_is_not_taken_for_padding():
     rollout = collect(task())
     rollout.mask[:, 1, 2] = False
-    assert [part.mask.shape for part in by_size(rollout)] == [(24, 4, 3)]
-    rollout.ends.mask[1, 2] = False
-    assert [part.mask.shape for part in by_size(rollout)] == [(24, 1, 2), (24, 3, 3)]
+    assert [part.mask.shape for part in split_by_size(rollout)] == [(24, 4, 3)]
+    rollout.bootstrap.mask[1, 2] = False
+    assert [part.mask.shape for part in split_by_size(rollout)] == [(24, 1, 2), (24, 3, 3)]
 
 
 def test_evaluation_traffic_is_refused():

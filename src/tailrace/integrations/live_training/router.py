@@ -80,14 +80,14 @@ class LiveRouter:
         params: Params,
         temperature: float,
         epsilon: float,
-        tick: Callable[[int, int], None] = lambda *_: None,
+        progress: Callable[[int, int], None] = lambda *_: None,
     ) -> Rollout:
         """Let the router decide with this network [p] until a roll-out is complete.
 
-        ``tick`` is told how many decisions it has so far, and how many it will have.
+        ``progress`` is told how many decisions it has so far, and how many it will have.
         """
         self._say(RECORD, params, temperature, epsilon)
-        rollout: Rollout = self._hear(ROLLOUT, lambda done: tick(done, self._decisions))
+        rollout: Rollout = self._hear(ROLLOUT, lambda done: progress(done, self._decisions))
         return rollout
 
     def use(self, params: Params) -> None:

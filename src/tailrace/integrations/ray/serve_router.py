@@ -49,10 +49,10 @@ class TailraceRouter(RequestRouter):  # type: ignore[misc]
         """All replicas there are now, each with its latest routing stats."""
         self.handle_state.set_replicas(replica.replica_id for replica in replicas)
         for replica in replicas:
-            figures = replica.routing_stats
-            if isinstance(figures, Mapping) and figures:
+            stats = replica.routing_stats
+            if isinstance(stats, Mapping) and stats:
                 self._has_stats.add(replica.replica_id)
-                self.handle_state.stats(replica.replica_id, figures)
+                self.handle_state.stats(replica.replica_id, stats)
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

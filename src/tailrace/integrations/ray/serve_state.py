@@ -121,9 +121,9 @@ class HandleState:
                 running = min(requests, self._settings.server.batch_cap)
                 self.cluster.scraped(row, requests - running, running, None)
 
-    def stats(self, key: Hashable, figures: Mapping[str, Any]) -> None:
+    def stats(self, key: Hashable, stats: Mapping[str, Any]) -> None:
         """A replica has told ``waiting`` and ``running`` (requests) and ``kv_used`` (0 to 1)."""
-        found = [_number(figures.get(name)) for name in ("waiting", "running", "kv_used")]
+        found = [_number(stats.get(name)) for name in ("waiting", "running", "kv_used")]
         with self._lock:
             row = self._rows.get(key)
             if row is not None:

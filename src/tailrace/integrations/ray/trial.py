@@ -35,11 +35,11 @@ class Reporter(Silent):
         self._best = min(self._best, score)
         self._report(step, score, self._best)
 
-    def step(self, step: int, steps: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         """A step is over, and perhaps evaluated."""
         del steps
-        if "score" in figures:
-            self._tell(step, float(figures["score"]))
+        if "score" in metrics:
+            self._tell(step, float(metrics["score"]))
 
 
 def run_trial(folder: Path, settings: TrainSettings, report: Report) -> bool:

@@ -74,20 +74,20 @@ def together(parts: list[Rollout]) -> Rollout:
         name: np.concatenate([getattr(part, name) for part in parts], axis=1)
         for name in (*PER_CLUSTER, "replica_obs", "mask")
     }
-    ends = {
-        entry.name: np.concatenate([getattr(part.ends, entry.name) for part in parts])
+    bootstrap = {
+        entry.name: np.concatenate([getattr(part.bootstrap, entry.name) for part in parts])
         for entry in fields(BootstrapStates)
     }
-    ends["cluster"] = np.arange(len(parts))
+    bootstrap["cluster"] = np.arange(len(parts))
     first, priors = parts[0], [part.prior for part in parts if part.prior is not None]
     return replace(
         first,
         **whole,
         prior=np.concatenate(priors, axis=1) if priors else None,
-        ends=BootstrapStates(**ends),
+        bootstrap=BootstrapStates(**bootstrap),
         group=len(parts),
         names=tuple(name for part in parts for name in part.names),
-        figures={k: float(np.mean([p.figures[k] for p in parts])) for k in first.figures},
+        metrics={k: float(np.mean([p.metrics[k] for p in parts])) for k in first.metrics},
         action_share=np.mean([part.action_share for part in parts], axis=0),
         replica_moments=np.mean([part.replica_moments for part in parts], axis=0),
         request_moments=np.mean([part.request_moments for part in parts], axis=0),

@@ -16,8 +16,8 @@ from tailrace.learn.samples import Samples
 from tailrace.policy.learned.network import Network
 
 #: Regret of a choice that counts at most, s: one terrible choice must not drown the others.
-MOST_REGRET_S = 5.0
-GRADIENT_LIMIT = 1.0
+MAX_REGRET_S = 5.0
+MAX_GRAD_NORM = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class ObservationBatch:
 
 
 @dataclass(frozen=True)
-class ImitationTargets:
+class ImitationDataset:
     """One group of samples with what a teacher would do: target policy and regrets, [K, n]."""
 
     seen: ObservationBatch
@@ -68,13 +68,13 @@ class ImitationTargets:
     regret: Tensor
 
     @classmethod
-    def of(cls, samples: Samples, temperature_s: float) -> "ImitationTargets":
+    def of(cls, samples: Samples, temperature_s: float) -> "ImitationDataset":
         """The target of a decision is softmax(-cost / temperature)."""
         seen = ObservationBatch.of(samples)
         regret = torch.from_numpy(samples.regrets()).float()
         known = torch.from_numpy(samples.tried)
         target = torch.softmax((-regret / temperature_s).masked_fill(~known, -torch.inf), -1)
-        return cls(seen, target, regret.clamp(max=MOST_REGRET_S))
+        return cls(seen, target, regret.clamp(max=MAX_REGRET_S))
 
     def __len__(self) -> int:
         return len(self.target)
@@ -119,19 +119,19 @@ def imitate(
 
     The learning rate falls to nothing along a cosine.
     """
-    lessons = [ImitationTargets.of(samples, temperature_s) for samples in groups]
+    datasets = [ImitationDataset.of(samples, temperature_s) for samples in groups]
     optimiser = torch.optim.Adam(network.parameters(), lr=learning_rate)
-    steps = epochs * sum(-(-len(lesson) // batch_size) for lesson in lessons)
+    steps = epochs * sum(-(-len(dataset) // batch_size) for dataset in datasets)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     mean = 0.0
     for _ in range(epochs):
         total = torch.zeros(())
-        for group, index in minibatches([len(lesson) for lesson in lessons], batch_size, rng):
-            loss = lessons[group].loss(network, index)
-            _descend(network, optimiser, loss)
+        for group, index in minibatches([len(dataset) for dataset in datasets], batch_size, rng):
+            loss = datasets[group].loss(network, index)
+            _gradient_step(network, optimiser, loss)
             schedule.step()
             total += loss.detach() * len(index)
-        mean = float(total) / sum(len(lesson) for lesson in lessons)
+        mean = float(total) / sum(len(dataset) for dataset in datasets)
         _check_finite(mean, "cloning")
     return mean
 
@@ -145,7 +145,7 @@ def improve(
     batch_size: int,
     learning_rate: float,
     rng: torch.Generator,
-    demonstrations: Sequence[ImitationTargets] = (),
+    demonstrations: Sequence[ImitationDataset] = (),
     imitation_weight: float = 0.0,
 ) -> dict[str, float]:
     """Shift the policy towards choices with a better advantage, by at most ``kl_limit`` on average.
@@ -161,7 +161,7 @@ def improve(
             "load, choose scenarios with more than one replica, or a longer horizon"
         )
     old = [log_policy_of(network, samples) for samples in groups]
-    eta, targets = _targets(old, advantages, [batch.mask for batch in seen], kl_limit)
+    eta, targets = _tilted_targets(old, advantages, [batch.mask for batch in seen], kl_limit)
     optimiser = torch.optim.Adam(network.parameters(), lr=learning_rate)
     total = torch.zeros(())
     for _ in range(epochs):
@@ -171,11 +171,13 @@ def improve(
             loss = -(targets[group][index] * log_policy).sum(-1).mean()
             total += loss.detach() * len(index)
             if imitation_weight > 0 and demonstrations:
-                loss = loss + imitation_weight * _lesson(network, demonstrations, batch_size, rng)
-            _descend(network, optimiser, loss)
+                loss = loss + imitation_weight * _imitation_loss(
+                    network, demonstrations, batch_size, rng
+                )
+            _gradient_step(network, optimiser, loss)
         _check_finite(float(total), "branching")
-    figures = _compare(network, groups, old, advantages)
-    return {"eta": eta, "policy_loss": float(total) / sum(map(len, groups)), **figures}
+    metrics = _policy_change(network, groups, old, advantages)
+    return {"eta": eta, "policy_loss": float(total) / sum(map(len, groups)), **metrics}
 
 
 @torch.no_grad()
@@ -186,19 +188,19 @@ def log_policy_of(network: Network, samples: Samples) -> Tensor:
     return torch.cat([seen.rows(part).log_policy(network) for part in index.split(8192)])
 
 
-def _lesson(
-    network: Network, demonstrations: Sequence[ImitationTargets], rows: int, rng: torch.Generator
+def _imitation_loss(
+    network: Network, demonstrations: Sequence[ImitationDataset], rows: int, rng: torch.Generator
 ) -> Tensor:
     """Imitation loss of some random demonstrations of one group, by the groups' sizes."""
-    sizes = torch.tensor([float(len(lesson)) for lesson in demonstrations])
-    lesson = demonstrations[int(torch.multinomial(sizes, 1, generator=rng))]
-    return lesson.loss(network, torch.randint(len(lesson), (rows,), generator=rng))
+    sizes = torch.tensor([float(len(dataset)) for dataset in demonstrations])
+    dataset = demonstrations[int(torch.multinomial(sizes, 1, generator=rng))]
+    return dataset.loss(network, torch.randint(len(dataset), (rows,), generator=rng))
 
 
-def _descend(network: Network, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
+def _gradient_step(network: Network, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
     optimiser.zero_grad()
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(network.parameters(), GRADIENT_LIMIT)
+    torch.nn.utils.clip_grad_norm_(network.parameters(), MAX_GRAD_NORM)
     optimiser.step()
 
 
@@ -210,7 +212,7 @@ def _check_finite(loss: float, phase: str) -> None:
         )
 
 
-def _compare(
+def _policy_change(
     network: Network, groups: Sequence[Samples], old: Sequence[Tensor], advantages: Sequence[Tensor]
 ) -> dict[str, float]:
     """How far the policy has moved, and what it should gain by that."""
@@ -227,7 +229,7 @@ def _compare(
             "entropy_fraction": entropy / max(most, 1e-9)}  # fmt: skip
 
 
-def _targets(
+def _tilted_targets(
     old: Sequence[Tensor], advantages: Sequence[Tensor], masks: Sequence[Tensor], kl_limit: float
 ) -> tuple[float, list[Tensor]]:
     """Tilt the old policy by exp(eta x advantage); eta by bisection on the mean KL."""

@@ -19,7 +19,7 @@ from tailrace.policy.learned.network import Network
 #: A replica counts e times less with every so much that its logit is behind the best,
 DEPTH = 4.0
 #: but never less than this: bad ones must not come out on top.
-LEAST_WEIGHT = 0.05
+MIN_WEIGHT = 0.05
 #: Ridge, as a share of the mean variance: features may depend on each other.
 RIDGE = 1e-3
 
@@ -33,7 +33,7 @@ def fit(network: Network, groups: Sequence[Samples]) -> NDArray[np.float32]:
             logits = ObservationBatch.of(samples).log_policy(network).numpy().astype(np.float64)
         behind = np.where(samples.mask, logits.max(axis=1, where=samples.mask, initial=-np.inf,
                                                    keepdims=True) - logits, np.inf)  # fmt: skip
-        weights = np.where(samples.mask, np.exp(-behind / DEPTH) + LEAST_WEIGHT, 0.0)
+        weights = np.where(samples.mask, np.exp(-behind / DEPTH) + MIN_WEIGHT, 0.0)
         weights /= weights.sum(axis=1, keepdims=True)
         x = samples.replica_obs.astype(np.float64)
         x -= (weights[..., None] * x).sum(axis=1, keepdims=True)

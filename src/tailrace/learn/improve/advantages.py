@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
-def fading(elapsed_s: Array, half_life_s: float | Array) -> Array:
+def discount_factors(elapsed_s: Array, half_life_s: float | Array) -> Array:
     """Return factors [T, C] that halve what lies one half-life apart.
 
     As a discount: a fixed factor per decision would mean another horizon on every cluster size.
@@ -39,7 +39,7 @@ def gae(
     values: Array,
     following: Array,
     discount: Array,
-    trace: Array,
+    gae_lambda: Array,
     *,
     truncated: Flags,
     terminated: Flags | None = None,
@@ -47,12 +47,12 @@ def gae(
     """Return generalised advantages [T, C] and the returns [T, C] the values should have had.
 
     ``following`` [T, C]: value of the state each step led to (see :func:`next_values`).
-    ``discount`` and ``trace`` [T, C] are gamma and lambda of each step. After a truncated step the
-    sum ends, but the value of what follows counts; after a terminated one nothing follows.
+    ``discount`` and ``gae_lambda`` [T, C] are gamma and lambda of each step. After a truncated step
+    the sum ends, but the value of what follows counts; after a terminated one nothing follows.
     """
     lives = np.ones_like(rewards) if terminated is None else 1.0 - terminated
     errors = rewards + discount * following * lives - values
-    keep = discount * trace * lives * ~truncated
+    keep = discount * gae_lambda * lives * ~truncated
     advantages = np.empty_like(errors)
     total = np.zeros(errors.shape[1])
     for t in range(len(errors) - 1, -1, -1):
@@ -61,7 +61,7 @@ def gae(
     return advantages, advantages + values
 
 
-def grouped(advantages: Array, group: int) -> Array:
+def group_relative(advantages: Array, group: int) -> Array:
     """Subtract from each cluster's [T, C] the mean of the others of its group, per decision.
 
     ``group`` neighbouring clusters see the same arrivals, so what they have in common is luck: a

@@ -13,10 +13,10 @@ from tailrace.learn.exploration import Exploration
 from tailrace.learn.imitate import fit
 from tailrace.learn.improve.ppo import Learner
 from tailrace.learn.improve.rollout import Rollout
-from tailrace.learn.improve.rollout_source import RolloutSource, Tick, gather
-from tailrace.learn.samples import Samples, grouped
+from tailrace.learn.improve.rollout_source import RolloutSource, TaskProgress, run_tasks
+from tailrace.learn.samples import Samples, by_cluster_size
 from tailrace.learn.settings import Stage, TrainSettings
-from tailrace.learn.world_schedule import Plan
+from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.learn.worlds import BranchTask, branch
 from tailrace.parallel import WorkerPool
 from tailrace.policy.learned.architecture import pack
@@ -26,7 +26,7 @@ from tailrace.saturation import resolve_rate
 from tailrace.seeds import generator
 
 Arrays = dict[str, NDArray[Any]]
-Figures = dict[str, float]
+Metrics = dict[str, float]
 #: Replicas up to which a cluster counts as small; a decision of a larger one takes longer to try.
 SMALL = 4
 
@@ -39,9 +39,9 @@ class Improvement(Protocol):
         number: int,
         stage: Stage | None,
         rng: torch.Generator,
-        lessons: Sequence[fit.ImitationTargets],
-        tick: Tick,
-    ) -> Figures:
+        demonstrations: Sequence[fit.ImitationDataset],
+        progress: TaskProgress,
+    ) -> Metrics:
         """Do the ``number``-th update, counted from 0."""
 
     def state(self) -> Arrays:
@@ -57,10 +57,12 @@ class Improvement(Protocol):
 class Branching:
     """Try several choices at sampled decisions, and shift towards the cheaper ones."""
 
-    def __init__(self, network: Network, plan: Plan, workers: WorkerPool, first_seed: int) -> None:
+    def __init__(
+        self, network: Network, schedule: WorldSchedule, workers: WorkerPool, first_seed: int
+    ) -> None:
         """``first_seed`` is the number of the first training seed it may use."""
-        self._network, self._plan, self._workers = network, plan, workers
-        self._settings = plan.settings
+        self._network, self._schedule, self._workers = network, schedule, workers
+        self._settings = schedule.settings
         self._first_seed = first_seed
         self._kept: list[list[Samples]] = []
 
@@ -69,13 +71,13 @@ class Branching:
         number: int,
         stage: Stage | None,
         rng: torch.Generator,
-        lessons: Sequence[fit.ImitationTargets],
-        tick: Tick,
-    ) -> Figures:
+        demonstrations: Sequence[fit.ImitationDataset],
+        progress: TaskProgress,
+    ) -> Metrics:
         """Do the ``number``-th update, counted from 0."""
         b = self._settings.branching
         tasks = self._tasks(number, stage)
-        new = grouped(gather(self._workers, branch, tasks, tick))
+        new = by_cluster_size(run_tasks(self._workers, branch, tasks, progress))
         if not new:
             raise TailraceError(
                 "all traffic ended before the first decision to branch at: lower branching.warmup, "
@@ -84,28 +86,28 @@ class Branching:
         self._kept = [*self._kept, new][-b.keep :]
         share = number / max(1, self._settings.updates - 1)
         rate = b.learning_rate + share * (b.final_learning_rate - b.learning_rate)
-        figures = fit.improve(
+        metrics = fit.improve(
             self._network,
-            grouped([samples for update in self._kept for samples in update]),
+            by_cluster_size([samples for update in self._kept for samples in update]),
             kl_limit=b.kl_limit,
             epochs=b.epochs,
             batch_size=b.batch_size,
             learning_rate=rate,
             rng=rng,
-            demonstrations=lessons,
+            demonstrations=demonstrations,
             imitation_weight=b.imitation * max(0.0, 1 - number / b.imitation_updates),
         )
         replicas = np.concatenate([s.replica_obs[s.mask] for s in new])
         requests = np.concatenate([s.request_obs for s in new])
-        told = _named(_moments(replicas), _moments(requests)) | {"learning_rate": rate}
-        return figures | told | {"samples": float(sum(map(len, new)))}
+        statistics = _named(_moments(replicas), _moments(requests)) | {"learning_rate": rate}
+        return metrics | statistics | {"samples": float(sum(map(len, new)))}
 
     def _tasks(self, number: int, stage: Stage | None) -> list[BranchTask]:
         b = self._settings.branching
         network = pack(self._network.config, self._network.tensors())
         first = self._first_seed + number * b.worlds
         tasks = []
-        for world in self._plan.worlds(first, b.worlds, 1, stage):
+        for world in self._schedule.worlds(first, b.worlds, 1, stage):
             rng = generator(world.seed, "branching")
             warmup = int(rng.integers(b.warmup // 10, b.warmup + 1))
             gap = int(rng.integers(max(1, b.gap // 2), b.gap + b.gap // 2 + 1))
@@ -178,27 +180,29 @@ class Ppo:
         number: int,
         stage: Stage | None,
         rng: torch.Generator,
-        lessons: Sequence[fit.ImitationTargets],
-        tick: Tick,
-    ) -> Figures:
+        demonstrations: Sequence[fit.ImitationDataset],
+        progress: TaskProgress,
+    ) -> Metrics:
         """Do the ``number``-th update, counted from 0."""
-        now = self._exploration.values(number)
-        rollouts = self._source.rollouts(number, stage, now, self._workers, tick)
+        exploration = self._exploration.values(number)
+        rollouts = self._source.rollouts(number, stage, exploration, self._workers, progress)
         _check_alive(rollouts, self._settings.safety.dead_deviation)
-        figures = self._learner.update(rollouts, now, number, rng, lessons, self._start)
+        metrics = self._learner.update(
+            rollouts, exploration, number, rng, demonstrations, self._start
+        )
         self._source.updated()
-        self._exploration.after_update(number, figures["entropy_fraction"])
-        told = {
-            name: float(np.mean([r.figures[name] for r in rollouts]))
-            for name in rollouts[0].figures
+        self._exploration.after_update(number, metrics["entropy_fraction"])
+        statistics = {
+            name: float(np.mean([r.metrics[name] for r in rollouts]))
+            for name in rollouts[0].metrics
         }
         steps = sum(r.action.size for r in rollouts)
-        told |= _named(
+        statistics |= _named(
             np.mean([r.replica_moments for r in rollouts], axis=0),
             np.mean([r.request_moments for r in rollouts], axis=0),
         )
-        now_told = {name: float(value) for name, value in now._asdict().items()}
-        return figures | told | {"samples": float(steps), **now_told}
+        explored = {name: float(value) for name, value in exploration._asdict().items()}
+        return metrics | statistics | {"samples": float(steps), **explored}
 
     def state(self) -> Arrays:
         """Return optimiser and warm-start policy; the network itself is kept by the trainer."""
@@ -237,14 +241,14 @@ def _moments(values: NDArray[np.float32]) -> NDArray[np.float64]:
     return np.stack([values.mean(axis=0, dtype=np.float64), values.std(axis=0, dtype=np.float64)])
 
 
-def _named(replica_moments: NDArray[Any], request_moments: NDArray[Any]) -> Figures:
+def _named(replica_moments: NDArray[Any], request_moments: NDArray[Any]) -> Metrics:
     """Mean and deviation of every feature seen, by name, from [2, F] and [2, G]."""
-    told = {}
+    statistics = {}
     for features, values in (
         (REPLICA_FEATURES, replica_moments),
         (REQUEST_FEATURES, request_moments),
     ):
         for feature, mean, deviation in zip(features, *values, strict=True):
-            told[f"features/{feature.name}_mean"] = float(mean)
-            told[f"features/{feature.name}_deviation"] = float(deviation)
-    return told
+            statistics[f"features/{feature.name}_mean"] = float(mean)
+            statistics[f"features/{feature.name}_deviation"] = float(deviation)
+    return statistics

@@ -94,7 +94,7 @@ def minibatches(
         yield groups[number].part(index)
 
 
-def stretches(array: NDArray[np.generic] | Tensor, length: int) -> Tensor:
+def sequences(array: NDArray[np.generic] | Tensor, length: int) -> Tensor:
     """Cut [T, C, ...] into stretches of so many decisions: [L, K, ...]."""
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)
     if length == 1:
@@ -127,7 +127,7 @@ def _single(
 
 
 @torch.no_grad()
-def look(network: Network, rollout: Rollout, own_memory: bool) -> tuple[Tensor, Tensor]:
+def evaluate_rollout(network: Network, rollout: Rollout, own_memory: bool) -> tuple[Tensor, Tensor]:
     """Return logits [T, C, n] and normalised values [T, C] of a whole roll-out.
 
     With ``own_memory`` the memory is that of the network which played; another network begins with
@@ -162,14 +162,14 @@ def look(network: Network, rollout: Rollout, own_memory: bool) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def end_values(network: Network, ends: BootstrapStates) -> Tensor:
+def bootstrap_values(network: Network, bootstrap: BootstrapStates) -> Tensor:
     """Return the normalised values [K] of the states in which stretches ended."""
-    mask = torch.from_numpy(ends.mask)
+    mask = torch.from_numpy(bootstrap.mask)
     _, values, _ = network.step(
-        torch.from_numpy(ends.replica_obs),
-        torch.from_numpy(ends.request_obs),
+        torch.from_numpy(bootstrap.replica_obs),
+        torch.from_numpy(bootstrap.request_obs),
         mask,
-        torch.from_numpy(ends.memory),
+        torch.from_numpy(bootstrap.memory),
         torch.zeros(mask.shape),  # the value does not depend on the prior
     )
     return values

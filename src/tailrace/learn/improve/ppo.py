@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.errors import TailraceError
-from tailrace.learn.exploration import Now
-from tailrace.learn.imitate.fit import ImitationTargets
+from tailrace.learn.exploration import ExplorationValues
+from tailrace.learn.imitate.fit import ImitationDataset
 from tailrace.learn.improve import advantages as adv
 from tailrace.learn.improve.minibatch import (
     Experience,
     divergence,
     evaluate,
+    evaluate_rollout,
     joined,
     log_behaviour,
     log_policy,
-    look,
     minibatches,
-    stretches,
+    sequences,
 )
 from tailrace.learn.improve.ppo_settings import PpoSettings
-from tailrace.learn.improve.returns import Estimate, describe, estimate
-from tailrace.learn.improve.rollout import Rollout, by_size
+from tailrace.learn.improve.returns import ReturnEstimate, describe, estimate_returns
+from tailrace.learn.improve.rollout import Rollout, split_by_size
 from tailrace.policy.learned.network import Network
 
 __all__ = ["Learner", "PpoSettings"]
@@ -41,27 +41,27 @@ KL_TOLERANCE = 1.5
 PENALTY_STEP, PENALTY_RANGE = 2.0, (1e-4, 100.0)
 RATE_STEP, RATE_RANGE = 1.5, (0.01, 10.0)
 #: Updates over which the normaliser of returns forgets what returns used to be.
-VALUE_MEMORY = 20
+VALUE_NORM_UPDATES = 20
 
 
 @dataclass
-class _Lesson:
+class _UpdateContext:
     """What holds for all minibatches of an update."""
 
-    now: Now
+    exploration: ExplorationValues
     rng: torch.Generator
     start_weight: float
     imitation_weight: float
-    demonstrations: Sequence[ImitationTargets]
-    figures: dict[str, list[Tensor]] = field(default_factory=dict)
+    demonstrations: Sequence[ImitationDataset]
+    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
     kl: list[float] = field(default_factory=list)  # of the minibatches of the epoch under way
 
-    def add(self, told: Mapping[str, Tensor]) -> None:
-        for name, value in told.items():
-            self.figures.setdefault(name, []).append(value.detach())
+    def add(self, terms: Mapping[str, Tensor]) -> None:
+        for name, value in terms.items():
+            self.metrics.setdefault(name, []).append(value.detach())
 
     def means(self) -> dict[str, float]:
-        return {name: float(torch.stack(values).mean()) for name, values in self.figures.items()}
+        return {name: float(torch.stack(values).mean()) for name, values in self.metrics.items()}
 
 
 class Learner:
@@ -89,10 +89,10 @@ class Learner:
     def update(
         self,
         rollouts: Sequence[Rollout],
-        now: Now,
+        exploration: ExplorationValues,
         update: int,
         rng: torch.Generator,
-        demonstrations: Sequence[ImitationTargets] = (),
+        demonstrations: Sequence[ImitationDataset] = (),
         warm_start: Network | None = None,
     ) -> dict[str, float]:
         """Learn from roll-outs that this network played with this exploration; returns figures.
@@ -101,33 +101,33 @@ class Learner:
         ``kl`` is that of the last epoch. A step that is not finite is refused, not taken.
         """
         s = self.settings
-        lesson = _Lesson(
-            now,
+        context = _UpdateContext(
+            exploration,
             rng,
-            start_weight=_faded(s.start_kl, update, s.start_kl_updates) if warm_start else 0.0,
+            start_weight=_annealed(s.start_kl, update, s.start_kl_updates) if warm_start else 0.0,
             imitation_weight=(
-                _faded(s.imitation, update, s.imitation_updates) if demonstrations else 0.0
+                _annealed(s.imitation, update, s.imitation_updates) if demonstrations else 0.0
             ),
             demonstrations=demonstrations,
         )
         scale = self.reward_scale if s.scale_rewards else None
-        parts = [part for rollout in rollouts for part in by_size(rollout)]
-        seen = estimate(self.network, parts, s, scale)
-        figures = describe(seen, now) | {"reward_scale": self.reward_scale.scale}
-        groups = self._experience(seen, now, warm_start if lesson.start_weight else None)
+        parts = [part for rollout in rollouts for part in split_by_size(rollout)]
+        seen = estimate_returns(self.network, parts, s, scale)
+        metrics = describe(seen, exploration) | {"reward_scale": self.reward_scale.scale}
+        groups = self._experience(seen, exploration, warm_start if context.start_weight else None)
         rate = self.learning_rate(update)
         for parameters in self._optimiser.param_groups:
             parameters["lr"] = rate
         epochs = 0
-        while epochs < s.epochs and self._epoch(groups, lesson):
+        while epochs < s.epochs and self._epoch(groups, context):
             epochs += 1
-        figures |= {"imitation_loss": 0.0, "kl_to_start": 0.0, **lesson.means()}
-        figures |= {"kl": float(np.mean(lesson.kl)), "learning_rate": rate}
-        figures |= {"epochs_done": float(epochs), "kl_penalty": self._penalty_weight}
-        self._adapt(figures["kl"])
+        metrics |= {"imitation_loss": 0.0, "kl_to_start": 0.0, **context.means()}
+        metrics |= {"kl": float(np.mean(context.kl)), "learning_rate": rate}
+        metrics |= {"epochs_done": float(epochs), "kl_penalty": self._penalty_weight}
+        self._adapt(metrics["kl"])
         if update < s.norm_updates:
             self._learn_norms(rollouts)
-        return figures
+        return metrics
 
     def learning_rate(self, update: int) -> float:
         """Return the step size of an update."""
@@ -135,49 +135,49 @@ class Learner:
         falls = {"constant": 1.0, "linear": 1 - share, "cosine": math.cos(math.pi / 2 * share) ** 2}
         return self.settings.learning_rate * falls[self.settings.schedule] * self._rate
 
-    def _epoch(self, groups: Sequence[Experience], lesson: _Lesson) -> bool:
+    def _epoch(self, groups: Sequence[Experience], context: _UpdateContext) -> bool:
         """Learn from every decision once; False: the policy has moved far enough before that."""
         s = self.settings
         limit = KL_TOLERANCE * s.target_kl if s.kl_stop and s.target_kl else math.inf
-        lesson.kl = []
-        for part in minibatches(groups, s.minibatch, lesson.rng):
-            loss, told = self._loss(part, lesson)
-            lesson.kl.append(float(told.pop("kl")))
-            if lesson.kl[-1] > limit:
+        context.kl = []
+        for part in minibatches(groups, s.minibatch, context.rng):
+            loss, terms = self._loss(part, context)
+            context.kl.append(float(terms.pop("kl")))
+            if context.kl[-1] > limit:
                 return False
-            if lesson.imitation_weight:
-                told["imitation_loss"] = self._imitation(lesson)
-                loss = loss + lesson.imitation_weight * told["imitation_loss"]
-            told["grad_norm"] = self._descend(loss, told)
-            lesson.add(told)
+            if context.imitation_weight:
+                terms["imitation_loss"] = self._imitation_loss(context)
+                loss = loss + context.imitation_weight * terms["imitation_loss"]
+            terms["grad_norm"] = self._gradient_step(loss, terms)
+            context.add(terms)
         return True
 
-    def _loss(self, part: Experience, lesson: _Lesson) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, part: Experience, context: _UpdateContext) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of a minibatch and what it consists of."""
-        s, now = self.settings, lesson.now
+        s, exploration = self.settings, context.exploration
         logits, values = evaluate(self.network, part)
-        policy = log_policy(logits, part.mask, now.temperature)
-        change = log_behaviour(policy, part.mask, part.action, now.epsilon) - part.log_prob
+        policy = log_policy(logits, part.mask, exploration.temperature)
+        change = log_behaviour(policy, part.mask, part.action, exploration.epsilon) - part.log_prob
         ratio = change.exp()
         bounded = ratio.clamp(1 - s.clip, 1 + s.clip)
         policy_loss = -torch.minimum(ratio * part.advantage, bounded * part.advantage).mean()
         value_loss = self._value_loss(values, part)
         entropy = -(policy.exp() * policy).sum(-1)
         loss = policy_loss + s.value_weight * value_loss
-        if now.entropy_weight:
-            loss = loss - now.entropy_weight * entropy.mean()
-        told = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy.mean()}
+        if exploration.entropy_weight:
+            loss = loss - exploration.entropy_weight * entropy.mean()
+        terms = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy.mean()}
         if s.kl_penalty:
             loss = loss + self._penalty * divergence(part.log_policy, policy)
-        if lesson.start_weight:
-            told["kl_to_start"] = divergence(part.start_log_policy, policy)
-            loss = loss + lesson.start_weight * told["kl_to_start"]
+        if context.start_weight:
+            terms["kl_to_start"] = divergence(part.start_log_policy, policy)
+            loss = loss + context.start_weight * terms["kl_to_start"]
         with torch.no_grad():
-            told["kl"] = (ratio - 1 - change).mean()
-            told["clip_fraction"] = ((ratio - 1).abs() > s.clip).float().mean()
+            terms["kl"] = (ratio - 1 - change).mean()
+            terms["clip_fraction"] = ((ratio - 1).abs() > s.clip).float().mean()
             most = part.mask.sum(-1).log().sum().clamp(min=1e-9)
-            told["entropy_fraction"] = entropy.sum() / most
-        return loss, told
+            terms["entropy_fraction"] = entropy.sum() / most
+        return loss, terms
 
     def _value_loss(self, values: Tensor, part: Experience) -> Tensor:
         error = (values - part.target) ** 2
@@ -187,14 +187,14 @@ class Learner:
             error = torch.maximum(error, (near - part.target) ** 2)
         return error.mean()
 
-    def _imitation(self, lesson: _Lesson) -> Tensor:
+    def _imitation_loss(self, context: _UpdateContext) -> Tensor:
         """Imitation loss of random demonstrations of one group, drawn by the groups' sizes."""
-        sizes = torch.tensor([float(len(group)) for group in lesson.demonstrations])
-        group = lesson.demonstrations[int(torch.multinomial(sizes, 1, generator=lesson.rng))]
+        sizes = torch.tensor([float(len(group)) for group in context.demonstrations])
+        group = context.demonstrations[int(torch.multinomial(sizes, 1, generator=context.rng))]
         rows = min(self.settings.imitation_batch_size, len(group))
-        return group.loss(self.network, torch.randint(len(group), (rows,), generator=lesson.rng))
+        return group.loss(self.network, torch.randint(len(group), (rows,), generator=context.rng))
 
-    def _descend(self, loss: Tensor, told: Mapping[str, Tensor]) -> Tensor:
+    def _gradient_step(self, loss: Tensor, terms: Mapping[str, Tensor]) -> Tensor:
         """Take a gradient step; returns the norm of the gradient before it was bounded."""
         self._optimiser.zero_grad(set_to_none=True)
         loss.backward()
@@ -202,7 +202,7 @@ class Learner:
             self._parameters.values(), self.settings.gradient_clip, foreach=True
         )
         if not math.isfinite(float(norm)):
-            bad = [name for name, value in told.items() if not bool(value.isfinite())]
+            bad = [name for name, value in terms.items() if not bool(value.isfinite())]
             raise TailraceError(
                 f"PPO: the {bad[0] if bad else 'gradient'} is not finite; the last checkpoint is "
                 "sound: go on from it with a lower ppo.learning_rate, a lower ppo.gradient_clip or "
@@ -229,7 +229,10 @@ class Learner:
     # ---- from roll-outs to experience -----------------------------------------------------------
 
     def _experience(
-        self, seen: Sequence[Estimate], now: Now, warm_start: Network | None
+        self,
+        seen: Sequence[ReturnEstimate],
+        exploration: ExplorationValues,
+        warm_start: Network | None,
     ) -> list[Experience]:
         """Tensors to make minibatches of; the normaliser of returns is brought up to date."""
         self._learn_value_norm(np.concatenate([one.returns.ravel() for one in seen]))
@@ -242,11 +245,15 @@ class Learner:
                 advantages = adv.normalised(advantages, one.rollout.group)
             elif self.settings.advantages == "batch":
                 advantages = (advantages - mean) / deviation
-            parts.append(self._cut(one, advantages, now, warm_start))
+            parts.append(self._cut(one, advantages, exploration, warm_start))
         return joined(parts)
 
     def _cut(
-        self, one: Estimate, advantages: adv.Array, now: Now, warm_start: Network | None
+        self,
+        one: ReturnEstimate,
+        advantages: adv.Array,
+        exploration: ExplorationValues,
+        warm_start: Network | None,
     ) -> Experience:
         """One roll-out as stretches."""
         rollout, norm = one.rollout, self.network.value_norm
@@ -255,10 +262,10 @@ class Learner:
         empty = torch.zeros(*rollout.action.shape, 0)
         old = start = empty
         if self.settings.kl_penalty:
-            old = log_policy(one.logits, mask, now.temperature)
+            old = log_policy(one.logits, mask, exploration.temperature)
         if warm_start is not None:
-            logits, _ = look(warm_start, rollout, own_memory=False)
-            start = log_policy(logits, mask, now.temperature)
+            logits, _ = evaluate_rollout(warm_start, rollout, own_memory=False)
+            start = log_policy(logits, mask, exploration.temperature)
         prior = empty if rollout.prior is None else torch.from_numpy(rollout.prior)
         memory = torch.from_numpy(rollout.memory).flatten(0, 1)
         if length == 1:
@@ -268,19 +275,19 @@ class Learner:
             return norm.normalise(torch.from_numpy(values).float())
 
         return Experience(
-            replica_obs=stretches(rollout.replica_obs, length),
-            request_obs=stretches(rollout.request_obs, length),
-            mask=stretches(mask, length),
-            prior=stretches(prior, length),
-            starts=stretches(rollout.starts, length),
+            replica_obs=sequences(rollout.replica_obs, length),
+            request_obs=sequences(rollout.request_obs, length),
+            mask=sequences(mask, length),
+            prior=sequences(prior, length),
+            starts=sequences(rollout.starts, length),
             memory=memory,
-            action=stretches(rollout.action, length),
-            log_prob=stretches(rollout.log_prob, length),
-            advantage=stretches(torch.from_numpy(advantages).float(), length),
-            target=stretches(normalised(one.returns), length),
-            value=stretches(normalised(one.values), length),
-            log_policy=stretches(old, length),
-            start_log_policy=stretches(start, length),
+            action=sequences(rollout.action, length),
+            log_prob=sequences(rollout.log_prob, length),
+            advantage=sequences(torch.from_numpy(advantages).float(), length),
+            target=sequences(normalised(one.returns), length),
+            value=sequences(normalised(one.values), length),
+            log_policy=sequences(old, length),
+            start_log_policy=sequences(start, length),
         )
 
     # ---- normalisers ----------------------------------------------------------------------------
@@ -291,7 +298,7 @@ class Learner:
         norm, head = self.network.value_norm, self.network.value_head.output
         fresh = float(norm.count) == 0
         mean, std = norm.mean.clone(), norm.std.clone()
-        norm.count.clamp_(max=VALUE_MEMORY * returns.size)
+        norm.count.clamp_(max=VALUE_NORM_UPDATES * returns.size)
         norm.update(torch.from_numpy(returns)[:, None])
         if fresh:  # nothing has been learnt yet that must be kept
             return
@@ -322,9 +329,9 @@ class Learner:
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Go on from a state of a learner of the same network."""
-        self.network.load_tensors(_under("network.", state))
+        self.network.load_tensors(_with_prefix("network.", state))
         moments = {
-            name: _under(f"adam.{name}.", state) for name in ("step", "exp_avg", "exp_avg_sq")
+            name: _with_prefix(f"adam.{name}.", state) for name in ("step", "exp_avg", "exp_avg_sq")
         }
         self._optimiser.state.clear()
         for name, parameter in self._parameters.items():
@@ -333,19 +340,19 @@ class Learner:
                     moment: torch.from_numpy(np.array(arrays[name]))
                     for moment, arrays in moments.items()
                 }
-        numbers = {name: float(value) for name, value in _under("learner.", state).items()}
+        numbers = {name: float(value) for name, value in _with_prefix("learner.", state).items()}
         self._penalty, self._rate = numbers["penalty"], numbers["rate"]
         self.reward_scale.restore(
             {name.removeprefix("reward_"): value for name, value in numbers.items()}
         )
 
 
-def _under(prefix: str, state: Mapping[str, Array]) -> dict[str, Array]:
+def _with_prefix(prefix: str, state: Mapping[str, Array]) -> dict[str, Array]:
     """The entries whose names begin so, without the beginning."""
     return {name.removeprefix(prefix): a for name, a in state.items() if name.startswith(prefix)}
 
 
-def _faded(weight: float, update: int, updates: int) -> float:
+def _annealed(weight: float, update: int, updates: int) -> float:
     """Linear from ``weight`` at update 0 to nothing at update ``updates`` and after."""
     return weight * max(0.0, 1 - update / updates)
 

@@ -22,8 +22,8 @@ from tailrace.errors import TailraceError
 from tailrace.learn.cost_ledger import CostLedger, spread
 from tailrace.learn.improve.rollout import (
     BootstrapStates,
+    RewardStatistics,
     Rollout,
-    Told,
     behaviour,
     moments,
     sample,
@@ -74,7 +74,7 @@ class Recording:
             )
 
 
-class _Seen(NamedTuple):
+class _Observation(NamedTuple):
     """What one decision is made of."""
 
     replica_obs: F32  # [n, F]
@@ -84,22 +84,22 @@ class _Seen(NamedTuple):
     memory: F32  # [M] before it is seen
 
 
-class _Asked(NamedTuple):
+class _PendingDecision(NamedTuple):
     """A decision that was made but not carried out yet."""
 
     number: int  # of the request
     choice: int
     log_prob: float
-    seen: _Seen
+    observation: _Observation
     memory: F32  # [M] after it
     wanted: bool  # to be recorded
 
 
 @dataclass
-class _Row:
+class _Transition:
     """A decision of the roll-out under way; what follows from it is added up."""
 
-    seen: _Seen
+    observation: _Observation
     choice: int
     log_prob: float
     starts: bool
@@ -129,7 +129,7 @@ class Recorder(Policy):
         """Decisions of the roll-out under way that somebody else took."""
         self.dropped = 0
         """Roll-outs given up because the number of replicas changed."""
-        self._rows: list[_Row] | None = None
+        self._transitions: list[_Transition] | None = None
         self.reset(0, 0)
 
     # ---- what the learner says ------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Recorder(Policy):
         The roll-out under way, if any, is given up: it would be of two policies.
         """
         self._params = params.copy()  # which holds scratch space of its own
-        self._rows, self._explores = None, False
+        self._transitions, self._explores = None, False
 
     def record(self, temperature: float = 1.0, epsilon: float = 0.0) -> None:
         """Begin a roll-out with the next decision, after the warm-up if it is still to be done."""
@@ -148,12 +148,13 @@ class Recorder(Policy):
         self._begin()
 
     def _begin(self) -> None:
-        self._rows, self._told, self.overruled = [], Told(self._reward), 0
+        self._transitions, self.overruled = [], 0
+        self._reward_statistics = RewardStatistics(self._reward)
 
     @property
     def recorded(self) -> int:
         """Decisions of the roll-out under way so far."""
-        return 0 if self._rows is None else len(self._rows)
+        return 0 if self._transitions is None else len(self._transitions)
 
     # ---- what the world says --------------------------------------------------------------------
 
@@ -163,9 +164,9 @@ class Recorder(Policy):
         self._reward = Reward(self.recording.reward, 1)
         self._step = new_step(1, 1)
         self._memory = np.zeros(self.recording.config.memory, np.float32)
-        self._asked: _Asked | None = None
+        self._pending: _PendingDecision | None = None
         self._starts = True
-        if self._rows is not None:
+        if self._transitions is not None:
             self._begin()
 
     def scores(self, view: View) -> F64:
@@ -173,42 +174,46 @@ class Recorder(Policy):
         request, n = view.request, len(view.replicas)
         number, now = int(request["id"]), float(request["now"])
         self._ledger.arrived(number, float(request["arrived_at"]), float(request["ttft_slo_s"]))
-        seen = self._look(view)
-        self._settle(view, now)
-        self._asked = None
-        if not seen.mask.any():
+        observation = self._observe(view)
+        self._credit_reward(view, now)
+        self._pending = None
+        if not observation.mask.any():
             return np.zeros(n)
-        if self._rows and self._rows[0].seen.mask.size != n:
+        if self._transitions and self._transitions[0].observation.mask.size != n:
             self.dropped += 1
             self._begin()
-        if self._rows is not None and len(self._rows) == self.recording.decisions:
-            self._finish(seen)
+        if self._transitions is not None and len(self._transitions) == self.recording.decisions:
+            self._finish(observation)
         logits, memory = np.zeros((1, n), np.float32), self._memory[None].copy()
-        batch = (array[None] for array in seen[:4])
+        batch = (array[None] for array in observation[:4])
         forward_many(self._params, *batch, memory, logits)
         if not self._explores:
-            choice, log_prob = int(np.argmax(np.where(seen.mask, logits[0], -np.inf))), 0.0
-            self._asked = _Asked(number, choice, log_prob, seen, memory[0], False)
-            return np.where(seen.mask, -logits[0].astype(np.float64), np.inf)
-        policy = behaviour(logits, seen.mask[None], self._temperature, self._epsilon)
+            choice, log_prob = int(np.argmax(np.where(observation.mask, logits[0], -np.inf))), 0.0
+            self._pending = _PendingDecision(
+                number, choice, log_prob, observation, memory[0], False
+            )
+            return np.where(observation.mask, -logits[0].astype(np.float64), np.inf)
+        policy = behaviour(logits, observation.mask[None], self._temperature, self._epsilon)
         choice = int(sample(policy, self._rng.random(1))[0])
         log_prob = float(np.log(policy[0, choice]))
-        wanted = self._rows is not None and self._left_to_skip == 0
+        wanted = self._transitions is not None and self._left_to_skip == 0
         self._left_to_skip = max(0, self._left_to_skip - 1)
-        self._asked = _Asked(number, choice, log_prob, seen, memory[0], wanted)
+        self._pending = _PendingDecision(number, choice, log_prob, observation, memory[0], wanted)
         return np.where(np.arange(n) == choice, 0.0, 1.0)
 
     def sent(self, replica: int, request_id: int, now: float) -> None:
         """See whether the choice was carried out, and if so, write it down."""
         # A request that it was not asked about costs all the same.
         self._ledger.arrived(request_id, now, DEFAULT_TTFT_SLO_S)
-        asked, self._asked = self._asked, None
-        if asked is None or asked.number != request_id or asked.choice != replica:
+        pending, self._pending = self._pending, None
+        if pending is None or pending.number != request_id or pending.choice != replica:
             self.overruled += 1
             return
-        self._memory = asked.memory
-        if asked.wanted and self._rows is not None:
-            self._rows.append(_Row(asked.seen, asked.choice, asked.log_prob, self._starts))
+        self._memory = pending.memory
+        if pending.wanted and self._transitions is not None:
+            self._transitions.append(
+                _Transition(pending.observation, pending.choice, pending.log_prob, self._starts)
+            )
         self._starts = False
 
     def first_token(self, replica: int, request_id: int, now: float) -> None:  # noqa: ARG002
@@ -226,7 +231,7 @@ class Recorder(Policy):
 
     # ---- a decision -----------------------------------------------------------------------------
 
-    def _look(self, view: View) -> _Seen:
+    def _observe(self, view: View) -> _Observation:
         n = len(view.replicas)
         replica_obs = np.zeros((n, N_REPLICA_FEATURES), np.float32)
         request_obs = np.zeros(N_REQUEST_FEATURES, np.float32)
@@ -235,9 +240,9 @@ class Recorder(Policy):
         if self.recording.config.prior:
             prior_scores(view, self._params, prior)
         mask = view.replicas["available"] != 0
-        return _Seen(replica_obs, request_obs, mask, prior, self._memory)
+        return _Observation(replica_obs, request_obs, mask, prior, self._memory)
 
-    def _settle(self, view: View, now: float) -> None:
+    def _credit_reward(self, view: View, now: float) -> None:
         """Give the last decision what has accrued since."""
         step = self._step
         accrued = np.zeros(cost_accounts.N_TERMS)
@@ -249,22 +254,22 @@ class Recorder(Policy):
         if self._starts:  # there was no decision before
             return
         reward = float(self._reward(step)[0])
-        if self._rows:
-            self._rows[-1].reward += reward
-            self._rows[-1].elapsed_s += float(step.elapsed_s[0])
-            self._told.add()
+        if self._transitions:
+            self._transitions[-1].reward += reward
+            self._transitions[-1].elapsed_s += float(step.elapsed_s[0])
+            self._reward_statistics.add()
 
-    def _finish(self, end: _Seen) -> None:
+    def _finish(self, end: _Observation) -> None:
         """Hand the roll-out over; ``end`` is what is seen after its last decision."""
-        rows, recording = self._rows, self.recording
-        assert rows is not None
-        action = np.array([row.choice for row in rows], np.int64)[:, None]
-        replica_obs = np.stack([row.seen.replica_obs for row in rows])[:, None]
-        request_obs = np.stack([row.seen.request_obs for row in rows])[:, None]
-        mask = np.stack([row.seen.mask for row in rows])[:, None]
-        prior = np.stack([row.seen.prior for row in rows])[:, None]
-        ends = BootstrapStates(
-            np.array([len(rows) - 1]),
+        transitions, recording = self._transitions, self.recording
+        assert transitions is not None
+        action = np.array([t.choice for t in transitions], np.int64)[:, None]
+        replica_obs = np.stack([t.observation.replica_obs for t in transitions])[:, None]
+        request_obs = np.stack([t.observation.request_obs for t in transitions])[:, None]
+        mask = np.stack([t.observation.mask for t in transitions])[:, None]
+        prior = np.stack([t.observation.prior for t in transitions])[:, None]
+        bootstrap = BootstrapStates(
+            np.array([len(transitions) - 1]),
             np.array([0]),
             end.replica_obs[None],
             end.request_obs[None],
@@ -277,21 +282,26 @@ class Recorder(Policy):
             mask,
             prior if recording.config.prior else None,
             action,
-            np.array([row.log_prob for row in rows], np.float32)[:, None],
-            np.array([row.reward for row in rows])[:, None],
-            np.array([row.elapsed_s for row in rows])[:, None],
-            np.array([row.starts for row in rows])[:, None],
-            np.stack([row.seen.memory for row in rows[:: recording.chunk]])[:, None],
-            ends,
+            np.array([t.log_prob for t in transitions], np.float32)[:, None],
+            np.array([t.reward for t in transitions])[:, None],
+            np.array([t.elapsed_s for t in transitions])[:, None],
+            np.array([t.starts for t in transitions])[:, None],
+            np.stack([t.observation.memory for t in transitions[:: recording.chunk]])[:, None],
+            bootstrap,
             recording.chunk,
             1,
             (recording.name,),
-            {**self._told.figures(), "overruled": self.overruled / (self.overruled + len(rows))},
+            {
+                **self._reward_statistics.metrics(),
+                "overruled": self.overruled / (self.overruled + len(transitions)),
+            },
             np.bincount(action.ravel(), minlength=mask.shape[2]) / action.size,
             moments(replica_obs.reshape(-1, N_REPLICA_FEATURES), mask.ravel()),
-            moments(request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(len(rows), np.bool_)),
+            moments(
+                request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(len(transitions), np.bool_)
+            ),
         )
-        self._rows, self._explores = None, False
+        self._transitions, self._explores = None, False
         self._done(rollout)
 
 

@@ -9,9 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tailrace.errors import TailraceError
-from tailrace.learn.exploration import Now
+from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.improve import advantages as adv
-from tailrace.learn.improve.minibatch import end_values, log_behaviour, log_policy, look
+from tailrace.learn.improve.minibatch import (
+    bootstrap_values,
+    evaluate_rollout,
+    log_behaviour,
+    log_policy,
+)
 from tailrace.learn.improve.ppo_settings import PpoSettings
 from tailrace.learn.improve.rollout import Rollout
 from tailrace.policy.learned.network import Network
@@ -21,7 +26,7 @@ LARGEST_RETURN = 1e12
 
 
 @dataclass(frozen=True)
-class Estimate:
+class ReturnEstimate:
     """A roll-out and what is thought of it."""
 
     rollout: Rollout
@@ -31,37 +36,41 @@ class Estimate:
     returns: adv.Array  #: [T, C]
 
 
-def estimate(
+def estimate_returns(
     network: Network,
     rollouts: Sequence[Rollout],
     settings: PpoSettings,
     reward_scale: adv.RewardScale | None,
-) -> list[Estimate]:
+) -> list[ReturnEstimate]:
     """Look at roll-outs that this very network played; a reward scale learns from them first."""
-    fadings = [_fadings(rollout, settings) for rollout in rollouts]
+    factors = [_discounts_and_lambdas(rollout, settings) for rollout in rollouts]
     scale = 1.0
     for rollout in rollouts:
         _check_finite(rollout)
     if reward_scale is not None:
-        for rollout, (discount, _) in zip(rollouts, fadings, strict=True):
+        for rollout, (discount, _) in zip(rollouts, factors, strict=True):
             reward_scale.update(rollout.reward, discount, rollout.starts)
         scale = reward_scale.scale
     norm = network.value_norm
     estimates = []
-    for rollout, (discount, trace) in zip(rollouts, fadings, strict=True):
-        logits, normalised = look(network, rollout, own_memory=True)
+    for rollout, (discount, gae_lambda) in zip(rollouts, factors, strict=True):
+        logits, normalised = evaluate_rollout(network, rollout, own_memory=True)
         values = norm.denormalise(normalised).double().numpy()
-        ends = rollout.ends
+        bootstrap = rollout.bootstrap
         after, ended = np.zeros(values.shape), np.zeros(values.shape, np.bool_)
-        after[ends.step, ends.cluster] = norm.denormalise(end_values(network, ends)).double()
-        ended[ends.step, ends.cluster] = True
+        after[bootstrap.step, bootstrap.cluster] = norm.denormalise(
+            bootstrap_values(network, bootstrap)
+        ).double()
+        ended[bootstrap.step, bootstrap.cluster] = True
         following = adv.next_values(values, after, ended)
         rewards = np.asarray(rollout.reward / scale)
-        advantages, returns = adv.gae(rewards, values, following, discount, trace, truncated=ended)
+        advantages, returns = adv.gae(
+            rewards, values, following, discount, gae_lambda, truncated=ended
+        )
         _check_bounded(returns)
         if rollout.group > 1:
-            advantages = adv.grouped(advantages, rollout.group)
-        estimates.append(Estimate(rollout, logits, values, advantages, returns))
+            advantages = adv.group_relative(advantages, rollout.group)
+        estimates.append(ReturnEstimate(rollout, logits, values, advantages, returns))
     return estimates
 
 
@@ -88,18 +97,20 @@ def _check_bounded(returns: adv.Array) -> None:
         )
 
 
-def _fadings(rollout: Rollout, settings: PpoSettings) -> tuple[adv.Array, adv.Array]:
+def _discounts_and_lambdas(rollout: Rollout, settings: PpoSettings) -> tuple[adv.Array, adv.Array]:
     """Discount and lambda [T, C] of each step."""
     if settings.discount == "decision":
         shape = rollout.reward.shape
         return np.full(shape, settings.gamma), np.full(shape, settings.gae_lambda)
     elapsed_s = rollout.elapsed_s
-    return adv.fading(elapsed_s, settings.discount_half_life_s), adv.fading(
+    return adv.discount_factors(elapsed_s, settings.discount_half_life_s), adv.discount_factors(
         elapsed_s, settings.gae_lambda_half_life_s
     )
 
 
-def describe(estimates: Sequence[Estimate], now: Now) -> dict[str, float]:
+def describe(
+    estimates: Sequence[ReturnEstimate], exploration: ExplorationValues
+) -> dict[str, float]:
     """Return figures of estimates.
 
     ``behaviour_gap`` is the largest difference between a log-probability as it was recorded and as
@@ -111,9 +122,9 @@ def describe(estimates: Sequence[Estimate], now: Now) -> dict[str, float]:
     gap = 0.0
     for one in estimates:
         mask = torch.from_numpy(one.rollout.mask)
-        policy = log_policy(one.logits, mask, now.temperature)
+        policy = log_policy(one.logits, mask, exploration.temperature)
         action = torch.from_numpy(one.rollout.action)
-        log_prob = log_behaviour(policy, mask, action, now.epsilon)
+        log_prob = log_behaviour(policy, mask, action, exploration.epsilon)
         gap = max(gap, float((log_prob - torch.from_numpy(one.rollout.log_prob)).abs().max()))
     return {
         "explained_variance": float(1 - (returns - values).var() / max(returns.var(), 1e-12)),

@@ -105,11 +105,11 @@ class Rollout:
     elapsed_s: F64  #: [T, C] until the next decision
     starts: Bools  #: [T, C] an episode begins here; the memory is emptied before it
     memory: F32  #: [T / chunk, C, M] before the first decision of every chunk
-    ends: BootstrapStates
+    bootstrap: BootstrapStates
     chunk: int = 1
     group: int = 1
     names: tuple[str, ...] = ()  #: [C] scenario of each cluster, at the end
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     """Means per decision of each raw reward term (``terms/NAME``), raw reward, its deviation, share
     of rewards at the bound."""
     action_share: F64 = field(default_factory=lambda: np.zeros(0))  #: [n] of all decisions
@@ -204,7 +204,7 @@ class _Player:
         reward, elapsed_s = np.empty((steps, n)), np.empty((steps, n))
         starts = np.empty((steps, n), np.bool_)
         memory = np.empty((steps // task.chunk, n, task.config.memory), np.float32)
-        ends, told = _BootstrapStateList(), Told(self.env.core.reward)
+        bootstrap, reward_statistics = _BootstrapStateList(), RewardStatistics(self.env.core.reward)
         for t in range(steps):
             replica_obs[t], request_obs[t], mask[t] = out.replica_obs, out.request_obs, out.mask
             starts[t] = self.starts
@@ -214,12 +214,12 @@ class _Player:
             if prior is not None:
                 prior[t] = self.prior
             elapsed_s[t] = info["elapsed_s"]
-            told.add()
+            reward_statistics.add()
             if ended.any():
                 which = np.flatnonzero(ended)
-                ends.add(t, which, info["final_obs"], self.memory)
+                bootstrap.add(t, which, info["final_obs"], self.memory)
         which = np.flatnonzero(~self.starts)
-        ends.add(steps - 1, which, self.env.core.observation(), self.memory)
+        bootstrap.add(steps - 1, which, self.env.core.observation(), self.memory)
         playing = [episode.scenario.name for episode in self.env.core.playing if episode]
         return Rollout(
             replica_obs,
@@ -232,25 +232,25 @@ class _Player:
             elapsed_s,
             starts,
             memory,
-            ends.joined(),
+            bootstrap.joined(),
             task.chunk,
             task.group,
             tuple(playing),
-            told.figures(),
+            reward_statistics.metrics(),
             np.bincount(action.ravel(), minlength=replicas) / action.size,
             moments(replica_obs.reshape(-1, N_REPLICA_FEATURES), mask.ravel()),
             moments(request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(action.size, np.bool_)),
         )
 
 
-def by_size(rollout: Rollout) -> list[Rollout]:
+def split_by_size(rollout: Rollout) -> list[Rollout]:
     """Split a roll-out by the size of its clusters, without the padding; groups stay together.
 
     Nothing is copied if all clusters fill their places. Figures stay those of the whole.
     """
-    places, ends = rollout.mask.shape[2], rollout.ends
+    places, bootstrap = rollout.mask.shape[2], rollout.bootstrap
     used = np.asarray(rollout.mask.any(axis=0))
-    np.logical_or.at(used, ends.cluster, ends.mask)
+    np.logical_or.at(used, bootstrap.cluster, bootstrap.mask)
     by_group = np.asarray(used.reshape(-1, rollout.group, places).any(axis=1))
     sizes = np.repeat((by_group * np.arange(1, places + 1)).max(axis=1), rollout.group)
     if (sizes == places).all():
@@ -258,7 +258,7 @@ def by_size(rollout: Rollout) -> list[Rollout]:
     parts = []
     for n in np.unique(sizes):
         which = np.flatnonzero(sizes == n)
-        ended = np.isin(ends.cluster, which)
+        ended = np.isin(bootstrap.cluster, which)
         parts.append(
             replace(
                 rollout,
@@ -266,13 +266,13 @@ def by_size(rollout: Rollout) -> list[Rollout]:
                 replica_obs=rollout.replica_obs[:, which, :n],
                 mask=rollout.mask[:, which, :n],
                 prior=None if rollout.prior is None else rollout.prior[:, which, :n],
-                ends=BootstrapStates(
-                    ends.step[ended],
-                    np.searchsorted(which, ends.cluster[ended]),
-                    ends.replica_obs[ended, :n],
-                    ends.request_obs[ended],
-                    ends.mask[ended, :n],
-                    ends.memory[ended],
+                bootstrap=BootstrapStates(
+                    bootstrap.step[ended],
+                    np.searchsorted(which, bootstrap.cluster[ended]),
+                    bootstrap.replica_obs[ended, :n],
+                    bootstrap.request_obs[ended],
+                    bootstrap.mask[ended, :n],
+                    bootstrap.memory[ended],
                 ),
                 names=tuple(rollout.names[c] for c in which) if rollout.names else (),
             )
@@ -335,7 +335,7 @@ class _BootstrapStateList:
         return BootstrapStates(*(np.concatenate(parts) for parts in zip(*self._parts, strict=True)))
 
 
-class Told:
+class RewardStatistics:
     """Sums of what a reward tells of every step."""
 
     def __init__(self, reward: Reward) -> None:
@@ -351,7 +351,7 @@ class Told:
         self._raw.append(self._reward.raw)
         self._at_bound.append(self._reward.share_at_bound())
 
-    def figures(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return their means; see Rollout.figures."""
         raw = np.concatenate(self._raw)
         steps = len(self._raw)

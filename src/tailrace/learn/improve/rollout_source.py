@@ -7,21 +7,26 @@ learns from it and how the policy is evaluated is the same for all sources.
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from tailrace.learn.exploration import Now
+from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.improve.rollout import Rollout, RolloutTask, collect
 from tailrace.learn.settings import ROLLOUT_TASKS, Stage
-from tailrace.learn.world_schedule import Plan
+from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.parallel import WorkerPool
 from tailrace.policy.learned.network import Network
 
-Tick = Callable[[int, int], None]  #: tasks done, tasks in all
+TaskProgress = Callable[[int, int], None]  #: tasks done, tasks in all
 
 
 class RolloutSource(Protocol):
     """Plays with the policy in training."""
 
     def rollouts(
-        self, number: int, stage: Stage | None, now: Now, workers: WorkerPool, tick: Tick
+        self,
+        number: int,
+        stage: Stage | None,
+        exploration: ExplorationValues,
+        workers: WorkerPool,
+        progress: TaskProgress,
     ) -> list[Rollout]:
         """Play for the ``number``-th update, counted from 0, with the network as it is now."""
 
@@ -34,17 +39,17 @@ class RolloutSource(Protocol):
 
 #: Makes a source for a network, the run's worlds and the number of the first training seed that
 #: updates may use. Raises TailraceError if the run cannot be played there.
-RolloutSourceFactory = Callable[[Network, Plan, int], RolloutSource]
+RolloutSourceFactory = Callable[[Network, WorldSchedule, int], RolloutSource]
 
 
-def gather(
-    workers: WorkerPool, work: Callable[[Any], Any], tasks: Sequence[Any], tick: Tick
+def run_tasks(
+    workers: WorkerPool, work: Callable[[Any], Any], tasks: Sequence[Any], progress: TaskProgress
 ) -> list[Any]:
     """Do tasks side by side and tell how many are done."""
     results = []
     for result in workers.map(work, tasks):
         results.append(result)
-        tick(len(results), len(tasks))
+        progress(len(results), len(tasks))
     return results
 
 
@@ -52,22 +57,31 @@ class SimulatorRollouts:
     """Rollouts in the simulator."""
 
     def __init__(
-        self, network: Network, plan: Plan, first_seed: int, tasks: int = ROLLOUT_TASKS
+        self, network: Network, schedule: WorldSchedule, first_seed: int, tasks: int = ROLLOUT_TASKS
     ) -> None:
         """The clusters of an update are split over so many tasks."""
-        self._network, self._plan, self._first_seed = network, plan, first_seed
-        p = plan.settings.ppo
+        self._network, self._schedule, self._first_seed = network, schedule, first_seed
+        p = schedule.settings.ppo
         groups = p.clusters // p.group
         self._tasks = next(k for k in range(min(tasks, groups), 0, -1) if groups % k == 0)
 
     def rollouts(
-        self, number: int, stage: Stage | None, now: Now, workers: WorkerPool, tick: Tick
+        self,
+        number: int,
+        stage: Stage | None,
+        exploration: ExplorationValues,
+        workers: WorkerPool,
+        progress: TaskProgress,
     ) -> list[Rollout]:
         """Play for the ``number``-th update."""
-        return gather(workers, collect, self._rollout_tasks(number, stage, now), tick)
+        return run_tasks(
+            workers, collect, self._rollout_tasks(number, stage, exploration), progress
+        )
 
-    def _rollout_tasks(self, number: int, stage: Stage | None, now: Now) -> list[RolloutTask]:
-        p, reward = self._plan.settings.ppo, self._plan.settings.reward_of(stage)
+    def _rollout_tasks(
+        self, number: int, stage: Stage | None, exploration: ExplorationValues
+    ) -> list[RolloutTask]:
+        p, reward = self._schedule.settings.ppo, self._schedule.settings.reward_of(stage)
         groups = p.clusters // p.group // self._tasks
         per_update = self._tasks * (groups + 1)
         tasks = []
@@ -75,20 +89,20 @@ class SimulatorRollouts:
             first = self._first_seed + number * per_update + k * (groups + 1)
             tasks.append(
                 RolloutTask(
-                    worlds=self._plan.source(stage),
-                    episode_seeds=tuple(self._plan.seed(first + g) for g in range(groups)),
+                    worlds=self._schedule.sampler(stage),
+                    episode_seeds=tuple(self._schedule.seed(first + g) for g in range(groups)),
                     config=self._network.config,
                     tensors=self._network.tensors(),
-                    seed=self._plan.seed(first + groups),
+                    seed=self._schedule.seed(first + groups),
                     clusters=groups * p.group,
                     group=p.group,
                     warmup=p.warmup,
                     decisions=p.decisions,
                     chunk=p.chunk,
-                    temperature=now.temperature,
-                    epsilon=now.epsilon,
+                    temperature=exploration.temperature,
+                    epsilon=exploration.epsilon,
                     reward=reward,
-                    max_replicas=self._plan.most_replicas,
+                    max_replicas=self._schedule.max_replicas,
                 )
             )
         return tasks

@@ -33,7 +33,7 @@ Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 MEASURED_REPLICAS = 4
 
 
-class Randomisation(Settings):
+class RandomisationSettings(Settings):
     """What may vary from one world to the next."""
 
     share: Share = 1.0
@@ -96,7 +96,7 @@ class Randomisation(Settings):
 class Distribution:
     """Scenarios by seed; ``capacities`` are requests/s per replica of speed 1, by workload."""
 
-    settings: Randomisation
+    settings: RandomisationSettings
     capacities: tuple[tuple[str, float], ...]
 
     def __hash__(self) -> int:
@@ -104,7 +104,7 @@ class Distribution:
         return hash((self.settings.model_dump_json(), self.capacities))
 
     @classmethod
-    def measured(cls, settings: Randomisation) -> "Distribution":
+    def measured(cls, settings: RandomisationSettings) -> "Distribution":
         """Measure what a replica can take of each workload."""
         cluster = Cluster(replicas=(Replica(count=MEASURED_REPLICAS),))
         found = []

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tailrace.config import Scenario
-from tailrace.learn.distribution import Distribution, Randomisation
+from tailrace.learn.randomisation import Distribution, RandomisationSettings
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim.build import why_not_compiled
 
@@ -13,7 +13,7 @@ SEEDS = seeds(Purpose.TRAINING, 2000)
 
 
 def distribution(**changes) -> Distribution:
-    settings = Randomisation(**({"workloads": dict.fromkeys(CAPACITIES, 1.0)} | changes))
+    settings = RandomisationSettings(**({"workloads": dict.fromkeys(CAPACITIES, 1.0)} | changes))
     return Distribution(settings, tuple(CAPACITIES.items()))
 
 
@@ -39,7 +39,7 @@ def load(scenario):
 
 
 def test_thousands_of_seeds_give_scenarios_within_bounds():
-    settings = Randomisation()
+    settings = RandomisationSettings()
     for scenario in drawn(len(SEEDS)):
         # Building it again checks every bound of every setting, events included.
         assert Scenario.model_validate(scenario.model_dump()) == scenario
@@ -146,7 +146,7 @@ def test_a_distribution_can_be_sent_to_a_process_and_be_a_key_there():
 
 @pytest.mark.compiled
 def test_capacities_are_measured_for_the_workloads_that_are_drawn():
-    measured = Distribution.measured(Randomisation(workloads={"chat": 1, "reasoning": 0}))
+    measured = Distribution.measured(RandomisationSettings(workloads={"chat": 1, "reasoning": 0}))
     ((name, capacity),) = measured.capacities
     assert name == "chat"
     assert 1 < capacity < 100

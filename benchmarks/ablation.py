@@ -36,7 +36,7 @@ BASE: dict[str, Any] = {
     "branching": {"worlds": 9, "states": 30, "epochs": 8, "learning_rate": 5e-4,
                   "final_learning_rate": 5e-4},
     "evaluation": {"every": 1000, "worlds": 1, "requests": 2000,
-                   "rules": ["least_outstanding", "lmetric"]},
+                   "baselines": ["least_outstanding", "lmetric"]},
 }  # fmt: skip
 #: PPO with about the same simulated decisions as four updates of branching.
 PPO: dict[str, Any] = {
@@ -52,13 +52,13 @@ REQUEST = [f.name for f in REQUEST_FEATURES if f.source == "request"]
 ORIGINAL: dict[str, Any] = {
     "reward": {"e2e": 0.0, "ttft": 0.0, "late": 0.0, "lost": 0.0, "throughput": 1.0,
                "balance": 1.0, "improvement": 1.0, "bound": 0.1},
-    "ppo": {"discount": "decision", "gamma": 0.95, "gae_lambda": 0.95},
+    "ppo": {"discount_by": "decision", "gamma": 0.95, "gae_lambda": 0.95},
 }  # fmt: skip
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "cloning only": [{"updates": 0}],
     "branching": [],
     "GAE": [PPO],
-    "grouped GAE": [PPO, {"ppo": {"group": 4}}],
+    "grouped GAE": [PPO, {"ppo": {"group_size": 4}}],
     "GAE, decoupled critic": [PPO, {"network": {"decoupled_critic": True}}],
     "GAE, the original's reward": [PPO, ORIGINAL],
     "GAE without cloning": [PPO, {"demonstrations": {"rounds": 0}, "ppo": {"norm_updates": 2}}],

@@ -3,6 +3,7 @@
 The files and what 0.1.0 made of them are in data/v0_1_0; make.py there says how they came about.
 """
 
+import csv
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from tailrace import scenario as scenarios
 from tailrace.cli import cli
 from tailrace.learn import settings as train_settings
+from tailrace.policy.learned import checkpoint
 from tailrace.router import serve_settings
 from tailrace.workload import traces
 
@@ -26,11 +28,29 @@ EXPECTED = json.loads((DATA / "expected.json").read_text())
 TRAINING = {
     "branching.shortest_s": "branching.min_horizon_s",
     "branching.longest_s": "branching.max_horizon_s",
+    "branching.reluctance": "branching.logit_margin",
+    "branching.keep": "branching.replay_updates",
+    "branching.imitation": "branching.imitation_weight",
     "ppo.half_life_s": "ppo.discount_half_life_s",
     "ppo.trace_s": "ppo.gae_lambda_half_life_s",
     "ppo.trace": "ppo.gae_lambda",
     "ppo.imitation_rows": "ppo.imitation_batch_size",
-}
+    "ppo.group": "ppo.group_size",
+    "ppo.schedule": "ppo.learning_rate_schedule",
+    "ppo.clip": "ppo.clip_range",
+    "ppo.gradient_clip": "ppo.max_grad_norm",
+    "ppo.advantages": "ppo.advantage_normalisation",
+    "ppo.discount": "ppo.discount_by",
+    "ppo.start_kl": "ppo.start_kl_weight",
+    "ppo.imitation": "ppo.imitation_weight",
+    "exploration.stagnation": "exploration.pulse_patience",
+    "exploration.stagnation_margin": "exploration.pulse_min_improvement",
+    "evaluation.checkpoints": "evaluation.checkpoint_every",
+    "evaluation.average": "evaluation.average_checkpoints",
+    "safety.behind": "stopping.patience",
+    "safety.collapse_share": "stopping.collapse_share",
+    "safety.dead_deviation": "stopping.min_reward_std",
+} | {f"evaluation.rules.{n}": f"evaluation.baselines.{n}" for n in range(10)}
 RENAMED: dict[str, dict[str, str]] = {
     "train.toml": TRAINING,
     "curriculum.toml": TRAINING,
@@ -124,6 +144,35 @@ def test_a_policy_says_where_it_comes_from(folder):
         "simulate", "--policy", "tiny.tailrace", "--config", "scenario.toml", "--requests", 40
     )
     assert played["scenario"]["cluster"]["replicas"][1]["speed"] == 0.5
+
+
+# ---- training runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("method", ["branching", "ppo"])
+def test_a_run_goes_on_as_it_would_have(folder, method):
+    """The scores and weights of the steps after an interruption are those that 0.1.0 computed."""
+    pytest.importorskip("torch")
+    from tailrace.learn.trainer import Trainer
+
+    run, finished = folder / "runs" / method / "interrupted", folder / "runs" / method / "finished"
+    Trainer(run, None, 1).run()
+    now, then = rows(run / "log.csv"), rows(finished / "log.csv")
+    assert [row["step"] for row in now] == [row["step"] for row in then]
+    for found, expected in zip(now, then, strict=True):
+        for name in expected.keys() - {"seconds", "steps_per_s", "phase", "stage"}:
+            if expected[name]:
+                value = float(expected[name])
+                assert float(found[name]) == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    weights = checkpoint.read(run / "last.tailrace")[1]
+    for name, tensor in checkpoint.read(finished / "last.tailrace")[1].items():
+        np.testing.assert_allclose(weights[name], tensor, rtol=1e-3, atol=1e-5, err_msg=name)
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 # ---- decision logs ------------------------------------------------------------------------------

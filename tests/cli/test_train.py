@@ -46,7 +46,7 @@ batch_size = 16
 worlds = 1
 requests = 120
 rules = ["least_outstanding", "round_robin"]
-[safety]
+[stopping]
 collapse_share = 1.0
 """
 
@@ -112,7 +112,7 @@ def test_settings_win_over_the_file_which_wins_over_the_preset(run, tiny, tmp_pa
     assert (given["name"], given["method"], given["updates"]) == ("tiny", "ppo", 1)
     assert given["demonstrations"]["rounds"] == 1
     assert given["demonstrations"]["decisions"] == 60
-    assert given["branching"]["keep"] == 14  # the preset's
+    assert given["branching"]["replay_updates"] == 14  # the preset's
     assert [row["phase"] for row in log(tmp_path / "run")] == ["clone", "ppo"]
 
 
@@ -217,7 +217,7 @@ def test_ctrl_c_before_the_first_step(run, tiny, monkeypatch):
         (["--set", "updates"], "--set needs KEY=VALUE"),
         (["--set", "updates=many"], "updates: Input should be a valid integer"),
         (["--set", "demonstrations.teachers={oracle=1}"], "unknown teacher 'oracle'"),
-        (["--set", "evaluation.rules=['rr']"], "unknown rule 'rr'"),
+        (["--set", "evaluation.baselines=['rr']"], "unknown rule 'rr'"),
         (["--set", "reward.e2e=1"], "needs method = 'ppo'"),
         (
             ["--from", "round_robin", "--scenario", "demo"],

@@ -64,7 +64,7 @@ def test_the_floor_raises_the_bonus_at_once_and_lets_go_slowly():
 
 
 def test_stagnation_starts_a_pulse_that_lasts_and_decays():
-    exploration = make(pulse_factor=3.0, pulse_updates=2, pulse_decay=0.5, stagnation=2)
+    exploration = make(pulse_factor=3.0, pulse_updates=2, pulse_decay=0.5, pulse_patience=2)
     exploration.after_evaluation(0, 1.0)
     exploration.after_evaluation(1, 0.9)
     exploration.after_evaluation(2, 0.9)
@@ -76,7 +76,7 @@ def test_stagnation_starts_a_pulse_that_lasts_and_decays():
 
 
 def test_after_a_pulse_the_policy_gets_as_much_time_again():
-    exploration = make(pulse_factor=2.0, pulse_updates=1, stagnation=2)
+    exploration = make(pulse_factor=2.0, pulse_updates=1, pulse_patience=2)
     for update in range(3):
         exploration.after_evaluation(update, 1.0)
     assert exploration.values(3).pulse
@@ -87,7 +87,7 @@ def test_after_a_pulse_the_policy_gets_as_much_time_again():
 
 
 def test_an_improving_score_never_pulses_and_a_red_flag_always_does():
-    exploration = make(pulse_factor=2.0, pulse_updates=3, stagnation=1)
+    exploration = make(pulse_factor=2.0, pulse_updates=3, pulse_patience=1)
     for update in range(10):
         exploration.after_evaluation(update, 1.0 - 0.05 * update)
         assert exploration.values(update + 1).temperature == 1.0
@@ -97,7 +97,7 @@ def test_an_improving_score_never_pulses_and_a_red_flag_always_does():
 
 
 def test_negative_scores_improve_downwards_too():
-    exploration = make(pulse_factor=2.0, stagnation=1)
+    exploration = make(pulse_factor=2.0, pulse_patience=1)
     exploration.after_evaluation(0, -1.0)
     exploration.after_evaluation(1, -1.1)
     assert not exploration.values(2).pulse
@@ -113,7 +113,7 @@ def test_a_restored_state_goes_on_exactly():
         "target_entropy": 0.5,
         "entropy_floor": 0.3,
         "pulse_factor": 2.0,
-        "stagnation": 2,
+        "pulse_patience": 2,
     }
 
     def play(exploration: Exploration, first: int, last: int) -> list[ExplorationValues]:
@@ -141,7 +141,7 @@ def test_a_restored_state_goes_on_exactly():
             {"target_entropy": 0.3, "entropy_start": 1, "entropy_end": 1, "entropy_floor": 0.4},
             "entropy_floor = 0.4 lies above",
         ),
-        ({"stagnation": 3}, "set pulse_factor above 1"),
+        ({"pulse_patience": 3}, "set pulse_factor above 1"),
         ({"temperature_start": 0}, "temperature_start"),
         ({"epsilon_start": 1.5}, "epsilon_start"),
         ({"entropy_end": float("nan")}, "entropy_end"),

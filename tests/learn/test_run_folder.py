@@ -190,7 +190,7 @@ def test_unreadable_settings(run, text):
 
 def test_a_damaged_checkpoint_that_demonstrations_are_made_with(tmp_path):
     with pytest.raises(Stopped):
-        train(tmp_path, {"branching": {"imitation": 1.0}}, watcher=StopAfter(3))
+        train(tmp_path, {"branching": {"imitation_weight": 1.0}}, watcher=StopAfter(3))
     _flip(tmp_path / "run" / "checkpoints" / "000000.tailrace")
     with pytest.raises(TailraceError, match=r"000000\.tailrace was changed"):
         resume(tmp_path / "run")
@@ -294,7 +294,7 @@ def _board(run):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_everything_is_in_tensorboard(tmp_path):
     stages = [{"name": "a", "updates": 1}, {"name": "b"}]
-    train(tmp_path, {"method": "ppo", "curriculum": stages, "ppo": {"start_kl": 0.1}})
+    train(tmp_path, {"method": "ppo", "curriculum": stages, "ppo": {"start_kl_weight": 0.1}})
     board = _board(tmp_path / "run")
     tags = set(board.Tags()["scalars"])
     wanted = {

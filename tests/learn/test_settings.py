@@ -42,10 +42,13 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         ({"reward": {"e2e": 1.0}}, "reward of another kind needs method = 'ppo'"),
         ({"exploration": {"epsilon_start": 0.1}}, "exploration needs method = 'ppo'"),
         ({"branching": {"min_horizon_s": 9, "max_horizon_s": 8}}, "min_horizon_s is above"),
-        ({"branching": {"imitation": 1.0}} | demonstrations(rounds=0), "rounds = 0 makes none"),
         (
-            {"method": "ppo", "ppo": {"imitation": 1.0}} | demonstrations(rounds=0),
-            "ppo.imitation mixes demonstrations in",
+            {"branching": {"imitation_weight": 1.0}} | demonstrations(rounds=0),
+            "rounds = 0 makes none",
+        ),
+        (
+            {"method": "ppo", "ppo": {"imitation_weight": 1.0}} | demonstrations(rounds=0),
+            "ppo.imitation_weight mixes demonstrations in",
         ),
         ({"curriculum": [STAGE | {"scenarios": ["mixed-speed"]}]}, "a names 'mixed-speed'"),
         ({"curriculum": [{"name": "a"}, STAGE]}, "stage a never ends, but others follow"),
@@ -60,8 +63,11 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         ({"start": "tailrace"} | demonstrations(rounds=1), "make `start` one of the teachers"),
         (demonstrations(load_factors=[2, 1]), "load_factors must rise"),
         (demonstrations(epsilon=1.5), "demonstrations.epsilon: .*less than or equal to 1"),
-        ({"evaluation": {"rules": []}}, "at least one rule to compare with"),
-        ({"evaluation": {"rules": ["lmetrics"]}}, "unknown rule 'lmetrics'; did you mean lmetric"),
+        ({"evaluation": {"baselines": []}}, "at least one rule to compare with"),
+        (
+            {"evaluation": {"baselines": ["lmetrics"]}},
+            "unknown rule 'lmetrics'; did you mean lmetric",
+        ),
         ({"branching": {"candidates": 1}}, "branching.candidates: .*greater than or equal to 2"),
         ({"branching": {"kl_limt": 1}}, "unknown setting 'branching.kl_limt'; did you mean bran"),
         ({"update": 3}, "unknown setting 'update'; did you mean updates"),
@@ -69,12 +75,15 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         ({"network": {"heads": 3}}, "no multiple of heads"),
         ({"method": "ppo", "ppo": {"minibatch": 10**6}}, "minibatch = 1000000 is more than"),
         ({"method": "ppo", "ppo": {"target_kl": 0.1}}, "target_kl does nothing by itself"),
-        ({"method": "ppo", "exploration": {"stagnation": 2}}, "set pulse_factor above 1"),
+        ({"method": "ppo", "exploration": {"pulse_patience": 2}}, "set pulse_factor above 1"),
         ({"method": "dqn"}, "method: .*'branching' or 'ppo'"),
         ({"env": "vidur"}, "env = 'vidur' needs method = 'ppo': only the simulator can be copied"),
         ({"serve": "router.toml"}, "settings of a live router, but env = 'sim'"),
         (PPO | {"env": "live"}, "env = 'live' needs serve: the settings of the router"),
-        (LIVE | {"ppo": {"group": 2}}, "env = 'live' has one cluster.*ppo.group must be 1"),
+        (
+            LIVE | {"ppo": {"group_size": 2}},
+            "env = 'live' has one cluster.*ppo.group_size must be 1",
+        ),
         (LIVE | {"curriculum": [STAGE]}, "env = 'live' takes requests as they come"),
         (
             LIVE | {"reward": {"relative": 0.5, "reference": "random"}},
@@ -155,7 +164,7 @@ def test_runs_and_validation_share_no_seeds():
 
 
 def test_settings_survive_json_even_infinite_ones():
-    given = build(branching={"reluctance": float("inf")}, curriculum=[STAGE])
+    given = build(branching={"logit_margin": float("inf")}, curriculum=[STAGE])
     assert config.parse(TrainSettings, given.model_dump(mode="json")) == given
 
 

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from learn.tiny import Noted, content, log, settings, train  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
-from tailrace.learn.settings import SafetySettings  # noqa: E402
+from tailrace.learn.settings import StoppingSettings  # noqa: E402
 from tailrace.learn.stopping import EvaluationsBehind, check_collapse, health  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation, ValidationResult  # noqa: E402
@@ -38,7 +38,7 @@ def scored(monkeypatch):
 
 
 def test_collapsed_is_a_policy_that_uses_one_replica_in_every_world():
-    settings = SafetySettings(collapse_share=0.99)
+    settings = StoppingSettings(collapse_share=0.99)
     check_collapse(result(1.0, 0.98, 1.0), settings)
     check_collapse(result(), settings)
     with pytest.raises(TailraceError, match=r"collapsed.*99\.0% .*lower the learning rate"):
@@ -60,30 +60,30 @@ def test_a_run_whose_policy_collapses_is_stopped_with_its_best_policy_kept(tmp_p
 
 
 def test_behind_counts_evaluations_in_a_row():
-    behind = EvaluationsBehind(SafetySettings(behind=3))
+    behind = EvaluationsBehind(StoppingSettings(patience=3))
     assert behind.update(0.9, RULE)
     assert behind.update(0.9, RULE)
     assert not behind.update(0.8, RULE)  # level with it is not behind
     assert behind.update(0.81, RULE)
     assert behind.update(0.81, RULE)
     with pytest.raises(
-        TailraceError, match=r"behind lmetric for 3 evaluations.*safety\.behind = 0"
+        TailraceError, match=r"behind lmetric for 3 evaluations.*stopping\.patience = 0"
     ):
         behind.update(0.81, RULE)
-    never = EvaluationsBehind(SafetySettings(behind=0))
+    never = EvaluationsBehind(StoppingSettings(patience=0))
     assert all(never.update(9.0, RULE) for _ in range(50))
 
 
 def test_a_score_that_is_no_number_is_an_error():
     with pytest.raises(TailraceError, match="score is no number"):
-        EvaluationsBehind(SafetySettings()).update(float("nan"), RULE)
+        EvaluationsBehind(StoppingSettings()).update(float("nan"), RULE)
 
 
 @pytest.mark.compiled
 def test_a_run_behind_a_rule_is_stopped_with_its_best_policy_kept(tmp_path, scored):
     scored(BAD, GOOD, BAD, BAD, BAD)  # two rounds of cloning, then updates
     with pytest.raises(TailraceError, match="behind lmetric for 3 evaluations"):
-        train(tmp_path, {"updates": 9, "safety": {"behind": 3}})
+        train(tmp_path, {"updates": 9, "stopping": {"patience": 3}})
     best = checkpoint.load(tmp_path / "run" / "best.tailrace")
     assert best.about["training"]["step"] == 1
     assert best.about["scores"]["score"] == GOOD
@@ -133,7 +133,7 @@ def test_weights_that_are_no_numbers_stop_the_run_and_spoil_no_file(tmp_path, me
 
 @pytest.mark.compiled
 def test_an_absurd_learning_rate_is_survived_or_told(tmp_path):
-    over = {"method": "ppo", "updates": 3, "ppo": {"learning_rate": 1e30, "gradient_clip": 1e30}}
+    over = {"method": "ppo", "updates": 3, "ppo": {"learning_rate": 1e30, "max_grad_norm": 1e30}}
     with pytest.raises(TailraceError, match=r"finite|runs away|nan|no number"):
         train(tmp_path, over)
     assert checkpoint.load(tmp_path / "run" / "last.tailrace").about["training"]["step"] == 1

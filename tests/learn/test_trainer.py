@@ -26,7 +26,12 @@ pytestmark = pytest.mark.compiled
 #: Everything that has a state of its own between two updates, switched on.
 BRANCHING = {
     "updates": 3,
-    "branching": {"keep": 2, "imitation": 0.5, "imitation_updates": 3, "final_learning_rate": 1e-4},
+    "branching": {
+        "replay_updates": 2,
+        "imitation_weight": 0.5,
+        "imitation_updates": 3,
+        "final_learning_rate": 1e-4,
+    },
     "curriculum": [{"name": "easy", "load": 0.5, "updates": 1}, {"name": "hard"}],
 }
 PPO = {
@@ -34,13 +39,14 @@ PPO = {
     "updates": 3,
     "network": {"memory": 3, "decoupled_critic": True, "prior": "load_aware"},
     "ppo": {
-        "imitation": 0.5, "imitation_updates": 3, "imitation_batch_size": 16, "start_kl": 0.1,
-        "start_kl_updates": 3, "target_kl": 0.01, "kl_penalty": True, "scale_rewards": True,
-        "schedule": "linear", "group": 2, "learning_rate": 3e-3, "norm_updates": 2,
+        "imitation_weight": 0.5, "imitation_updates": 3, "imitation_batch_size": 16,
+        "start_kl_weight": 0.1, "start_kl_updates": 3, "target_kl": 0.01, "kl_penalty": True,
+        "scale_rewards": True, "learning_rate_schedule": "linear", "group_size": 2,
+        "learning_rate": 3e-3, "norm_updates": 2,
     },
     "exploration": {
         "entropy_start": 0.01, "entropy_end": 0.02, "entropy_updates": 3, "target_entropy": 0.5,
-        "pulse_factor": 2.0, "pulse_updates": 1, "stagnation": 1, "stagnation_margin": 0.5,
+        "pulse_factor": 2.0, "pulse_updates": 1, "pulse_patience": 1, "pulse_min_improvement": 0.5,
         "epsilon_start": 0.1,
     },
     "curriculum": [
@@ -154,7 +160,7 @@ def test_the_average_of_the_last_checkpoints_is_kept_if_it_is_the_best(
         return replace(evaluate(self, driver, workers), score=1 / told[-1] if better else told[-1])
 
     monkeypatch.setattr(Validation, "evaluate", rigged)
-    asked = {**BRANCHING, "evaluation": {"average": 2}}
+    asked = {**BRANCHING, "evaluation": {"average_checkpoints": 2}}
     outcome = Trainer(tmp_path / "run", settings(place, asked), 1).run()
     last = sorted((tmp_path / "run" / "checkpoints").glob("*.tailrace"))[-2:]
     first, second = (checkpoint.read(path)[1] for path in last)
@@ -171,7 +177,7 @@ def test_a_run_clones_improves_and_keeps_the_best(tmp_path):
         "updates": 3,
         "demonstrations": {"decisions": 150, "epochs": 15},
         "branching": {"states": 8, "learning_rate": 3e-3},
-        "evaluation": {"requests": 400, "rules": ["round_robin", "least_outstanding"]},
+        "evaluation": {"requests": 400, "baselines": ["round_robin", "least_outstanding"]},
     }
     outcome = train(tmp_path, over, watcher=watcher)
     rows = log(tmp_path / "run")
@@ -195,7 +201,7 @@ def test_evaluations_and_checkpoints_by_their_intervals(tmp_path):
     over = {
         "updates": 5,
         "demonstrations": {"rounds": 1},
-        "evaluation": {"every": 2, "checkpoints": 3},
+        "evaluation": {"every": 2, "checkpoint_every": 3},
     }
     train(tmp_path, over)
     rows = log(tmp_path / "run")
@@ -241,7 +247,7 @@ def test_imitation_fades_and_weighs(tmp_path, monkeypatch):
         return real(network, groups, **options)
 
     monkeypatch.setattr("tailrace.learn.improve.improvement.fit.improve", improve)
-    over = {"updates": 3, "branching": {"imitation": 0.8, "imitation_updates": 2}}
+    over = {"updates": 3, "branching": {"imitation_weight": 0.8, "imitation_updates": 2}}
     train(tmp_path, over)
     assert weights == [(0.8, 240), (0.4, 240), (0.0, 240)]
     weights.clear()

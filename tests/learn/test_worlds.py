@@ -64,7 +64,7 @@ def branch_task(variant="plain", **changes) -> BranchTask:
         horizon=1.0,
         min_horizon_s=1.0,
         max_horizon_s=4.0,
-        reluctance=2.0,
+        logit_margin=2.0,
     )
     return replace(task, **changes)
 
@@ -217,22 +217,27 @@ def total_cost(world, packed, decision, choice, plan=None):
 
 @pytest.mark.parametrize("tail_weight", [0.0, 3.0])
 @pytest.mark.parametrize("variant", ["plain", "memory"])
-@pytest.mark.parametrize("reluctance", [0.0, np.inf])
+@pytest.mark.parametrize("logit_margin", [0.0, np.inf])
 def test_a_branch_that_goes_on_to_the_end_costs_what_the_rest_of_the_run_costs(
-    reluctance, variant, tail_weight
+    logit_margin, variant, tail_weight
 ):
-    """Without reluctance all branches follow the network; with no end of it, the first's choices.
+    """Without logit_margin all branches follow the network; with no end of it, the first's choices.
 
     The world has requests for 6 s more, and the branch goes on for longer.
     """
     world = World(OPEN, SEED, 120, tail_weight=tail_weight)
     task = branch_task(
-        variant, world=world, rows=1, reluctance=reluctance, min_horizon_s=60.0, max_horizon_s=60.0
+        variant,
+        world=world,
+        rows=1,
+        logit_margin=logit_margin,
+        min_horizon_s=60.0,
+        max_horizon_s=60.0,
     )
     samples = branch(task)
     assert samples.tried.all()
     plan = None
-    if reluctance == np.inf:
+    if logit_margin == np.inf:
         plan = total_cost(world, task.network, task.warmup, None)[1]
     expected = [
         total_cost(world, task.network, task.warmup, replica, plan)[0] for replica in range(3)

@@ -47,10 +47,10 @@ SETTINGS: dict[str, Any] = {
         "clusters": 4, "decisions": 16, "warmup": 8, "chunk": 8, "minibatch": 32, "epochs": 2,
     },
     "evaluation": {
-        "worlds": 1, "requests": 120, "rules": ["least_outstanding", "round_robin"],
+        "worlds": 1, "requests": 120, "baselines": ["least_outstanding", "round_robin"],
     },
     # So few requests may well all go to one replica.
-    "safety": {"collapse_share": 1.0},
+    "stopping": {"collapse_share": 1.0},
 }  # fmt: skip
 
 

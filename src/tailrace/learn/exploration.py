@@ -5,7 +5,7 @@ resumed run goes on exactly as it would have. Everything is off by default.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, NamedTuple, Self
+from typing import Annotated, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -26,6 +26,11 @@ NEGLIGIBLE = 1e-3
 
 class ExplorationSettings(Settings):
     """Exploration during PPO; nothing by default."""
+
+    RENAMED: ClassVar = {
+        "stagnation": "pulse_patience",
+        "stagnation_margin": "pulse_min_improvement",
+    }
 
     entropy_start: Weight = 0.0
     """Weight of the entropy bonus at the first update."""
@@ -54,9 +59,9 @@ class ExplorationSettings(Settings):
     """Updates a pulse lasts before it decays."""
     pulse_decay: float = Field(default=0.7, ge=0, lt=1, allow_inf_nan=False)
     """Share of the raise that is left after each update then."""
-    stagnation: int = Field(default=0, ge=0)
+    pulse_patience: int = Field(default=0, ge=0)
     """Evaluations without a better score that start a pulse; 0: only red flags do."""
-    stagnation_margin: float = Field(default=1e-3, ge=0, lt=1, allow_inf_nan=False)
+    pulse_min_improvement: float = Field(default=1e-3, ge=0, lt=1, allow_inf_nan=False)
     """Share by which a score must be better to count as such."""
     epsilon_start: Share = 0.0
     """Share of random choices at the first update."""
@@ -81,8 +86,8 @@ class ExplorationSettings(Settings):
                 f"entropy_floor = {self.entropy_floor:g} lies above target_entropy = "
                 f"{self.target_entropy:g}; set it lower"
             )
-        if self.stagnation and self.pulse_factor == 1:
-            raise ValueError("stagnation starts pulses: set pulse_factor above 1")
+        if self.pulse_patience and self.pulse_factor == 1:
+            raise ValueError("pulse_patience starts pulses: set pulse_factor above 1")
         return self
 
 
@@ -138,11 +143,11 @@ class Exploration:
     def after_evaluation(self, update: int, score: float) -> None:
         """Tell the score of an evaluation (lower is better) that followed this update."""
         s = self.settings
-        if self._best is None or score < self._best - s.stagnation_margin * abs(self._best):
+        if self._best is None or score < self._best - s.pulse_min_improvement * abs(self._best):
             self._best, self._stale = score, 0
             return
         self._stale += 1
-        if s.stagnation and self._stale >= s.stagnation:
+        if s.pulse_patience and self._stale >= s.pulse_patience:
             self.red_flag(update)
 
     def red_flag(self, update: int) -> None:

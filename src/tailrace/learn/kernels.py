@@ -177,7 +177,7 @@ def branch(
     network,
     candidates,
     horizon_s,
-    reluctance,
+    logit_margin,
     tail_weight,
     out,
     k,
@@ -196,7 +196,7 @@ def branch(
     One small difference soon changes every later choice, and then chance decides what a branch
     costs. So the network's own choice goes first, and the other branches send later requests where
     that one sent them, unless the network by now prefers another replica by more than
-    ``reluctance`` (a difference of logits; 0: always follow the network, inf: never).
+    ``logit_margin`` (a difference of logits; 0: always follow the network, inf: never).
     """
     n = f.clusters[c]["n_replicas"]
     replicas = f.replicas_view[c, :n]
@@ -224,7 +224,7 @@ def branch(
         _load_memory(network, after)
         engine.assign(twin, tables, 0, r)
         end = now + horizon_s
-        _roll_out(twin, tables, network, end, reluctance, plan)
+        _roll_out(twin, tables, network, end, logit_margin, plan)
         more = _arrived(twin.clusters[0]) - arrived
         costs[r] = fleet.accrued_cost(twin, tables, 0, end) - before - baseline * more
         costs[r] += _drain_cost(twin, tables, end)
@@ -250,7 +250,7 @@ def tail_s(requests, facts, low, high, since):
 
 
 @jit
-def _roll_out(twin, tables, network, until_s, reluctance, plan):
+def _roll_out(twin, tables, network, until_s, logit_margin, plan):
     """Route until ``until_s`` by the ``plan`` [requests]; new choices are added to it."""
     cluster = twin.clusters[0]
     n = cluster["n_replicas"]
@@ -263,7 +263,7 @@ def _roll_out(twin, tables, network, until_s, reluctance, plan):
                 return
         request = cluster["request"]
         planned = plan[request]
-        if planned >= 0 and replicas[planned]["available"] and reluctance == np.inf:
+        if planned >= 0 and replicas[planned]["available"] and logit_margin == np.inf:
             engine.assign(twin, tables, 0, planned)
             continue
         view = View(twin.requests_view[0], replicas, twin.costs[0, :n], twin.router[0])
@@ -271,7 +271,7 @@ def _roll_out(twin, tables, network, until_s, reluctance, plan):
         choice = choose(scores, replicas, twin.router[0], False)
         if planned < 0:
             plan[request] = choice
-        elif replicas[planned]["available"] and scores[planned] - scores[choice] <= reluctance:
+        elif replicas[planned]["available"] and scores[planned] - scores[choice] <= logit_margin:
             choice = planned
         engine.assign(twin, tables, 0, choice)
 

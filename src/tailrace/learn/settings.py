@@ -89,7 +89,13 @@ class DemonstrationSettings(Settings):
 class BranchingSettings(Settings):
     """Improvement by trying several choices in copies of a cluster, all else being equal."""
 
-    RENAMED: ClassVar = {"shortest_s": "min_horizon_s", "longest_s": "max_horizon_s"}
+    RENAMED: ClassVar = {
+        "shortest_s": "min_horizon_s",
+        "longest_s": "max_horizon_s",
+        "reluctance": "logit_margin",
+        "keep": "replay_updates",
+        "imitation": "imitation_weight",
+    }
 
     worlds: Count = 20
     """Worlds per update; every scenario equally often."""
@@ -108,7 +114,7 @@ class BranchingSettings(Settings):
     """Shortest horizon, s: what a cache is good for shows late."""
     max_horizon_s: Positive = 30.0
     """Longest horizon, s."""
-    reluctance: float = Field(default=2.0, ge=0)
+    logit_margin: float = Field(default=2.0, ge=0)
     """How much the policy must prefer another replica, as a difference of logits, before a branch
     departs from the choices of the first; keeps chance out of the comparison."""
     late_share: Positive = 1.0
@@ -117,7 +123,7 @@ class BranchingSettings(Settings):
     tail_weight: Weight = 0.0
     """Weight of the squared time to first token over its target, on top of the composite cost:
     whoever waits long counts for more. Also when checkpoints and teachers are compared."""
-    keep: Count = 6
+    replay_updates: Count = 6
     """Updates whose samples are learnt from."""
     kl_limit: Positive = 0.03
     """Mean KL divergence of the target from the policy, nats."""
@@ -129,7 +135,7 @@ class BranchingSettings(Settings):
     """Of every update; each has an optimiser of its own."""
     final_learning_rate: LearningRate = 1e-3
     """At the last update; goes there evenly."""
-    imitation: Weight = 0.0
+    imitation_weight: Weight = 0.0
     """Weight of the imitation loss at the first update; fades out over `imitation_updates`."""
     imitation_updates: Count = 10
     """Updates over which it fades."""
@@ -155,6 +161,12 @@ class Stage(Settings):
 class EvaluationSettings(Settings):
     """Checks on fixed traffic during training; the best checkpoint is chosen by them."""
 
+    RENAMED: ClassVar = {
+        "rules": "baselines",
+        "checkpoints": "checkpoint_every",
+        "average": "average_checkpoints",
+    }
+
     every: Count = 1
     """Updates between two evaluations."""
     worlds: Count = 4
@@ -163,41 +175,45 @@ class EvaluationSettings(Settings):
     """Randomised worlds, if the run has any."""
     requests: Count = 4000
     """Requests per world."""
-    rules: tuple[str, ...] = (
+    baselines: tuple[str, ...] = (
         "least_outstanding", "round_robin", "lmetric", "load_aware", "least_predicted_ttft",
         "least_pending_uncached", "cache_aware", "llm_d",
     )  # fmt: skip
     """Rules to be better than; the first is what costs are divided by."""
-    checkpoints: Count = 1
+    checkpoint_every: Count = 1
     """Updates between two checkpoints that are kept."""
-    average: int = Field(default=0, ge=0, le=10_000)
+    average_checkpoints: int = Field(default=0, ge=0, le=10_000)
     """Checkpoints, the last ones, whose weights are averaged at the end of the run: the average is
     judged like them, and is the policy of the run if it is the best. 0: none."""
 
     @model_validator(mode="after")
     def _rules_known(self) -> Self:
-        if not self.rules:
+        if not self.baselines:
             raise ValueError("evaluation needs at least one rule to compare with")
         known = [rule.name for rule in registry.rules()]
-        for name in self.rules:
+        for name in self.baselines:
             if name not in known:
                 raise ValueError(str(unknown_name("rule", name, known)))
         return self
 
 
-class SafetySettings(Settings):
+class StoppingSettings(Settings):
     """When to stop a run that leads nowhere."""
 
-    behind: int = Field(default=0, ge=0)
+    RENAMED: ClassVar = {"behind": "patience", "dead_deviation": "min_reward_std"}
+
+    patience: int = Field(default=0, ge=0)
     """Stop after so many evaluations in a row, since cloning, behind the best rule; 0: never."""
     collapse_share: Share = 0.995
     """Stop if one replica gets this share of the requests in every world of an evaluation."""
-    dead_deviation: float = Field(default=1e-9, ge=0)
+    min_reward_std: float = Field(default=1e-9, ge=0)
     """Stop if the reward varies by less than this from decision to decision."""
 
 
 class TrainSettings(Settings):
     """One training run."""
+
+    RENAMED: ClassVar = {"safety": "stopping"}
 
     name: str = "custom"
     """Name of the preset or of the run."""
@@ -226,7 +242,7 @@ class TrainSettings(Settings):
     exploration: ExplorationSettings = ExplorationSettings()
     curriculum: tuple[Stage, ...] = ()
     evaluation: EvaluationSettings = EvaluationSettings()
-    safety: SafetySettings = SafetySettings()
+    stopping: StoppingSettings = StoppingSettings()
 
     @property
     def scenario_names(self) -> tuple[str, ...]:
@@ -243,7 +259,7 @@ class TrainSettings(Settings):
         """Most training seeds the run can use up; each is played once."""
         per_update = self.branching.worlds
         if self.method == "ppo":
-            per_update = self.ppo.clusters // self.ppo.group + ROLLOUT_TASKS
+            per_update = self.ppo.clusters // self.ppo.group_size + ROLLOUT_TASKS
         cloning = self.demonstrations.rounds * self.demonstrations.worlds
         return cloning + self.updates * per_update
 
@@ -278,10 +294,10 @@ class TrainSettings(Settings):
                 f"{SEEDS_PER_RUN}; set fewer worlds, clusters or updates"
             )
         improvement = self.branching if self.method == "branching" else self.ppo
-        if improvement.imitation > 0 and self.demonstrations.rounds == 0:
+        if improvement.imitation_weight > 0 and self.demonstrations.rounds == 0:
             raise ValueError(
-                f"{self.method}.imitation mixes demonstrations in, but demonstrations.rounds = 0 "
-                "makes none"
+                f"{self.method}.imitation_weight mixes demonstrations in, but "
+                "demonstrations.rounds = 0 makes none"
             )
         if self.method == "branching" and self.reward != RewardSettings():
             raise ValueError(
@@ -331,8 +347,10 @@ class TrainSettings(Settings):
             return
         if not self.serve:
             raise ValueError(f"{where} needs serve: the settings of the router, a TOML file")
-        if self.ppo.group > 1:
-            raise ValueError(f"{where} has one cluster: requests come once, so ppo.group must be 1")
+        if self.ppo.group_size > 1:
+            raise ValueError(
+                f"{where} has one cluster: requests come once, so ppo.group_size must be 1"
+            )
         if self.curriculum:
             raise ValueError(f"{where} takes requests as they come: there is no curriculum")
 

@@ -7,7 +7,7 @@ from math import isfinite
 import numpy as np
 
 from tailrace.errors import TailraceError
-from tailrace.learn.settings import SafetySettings
+from tailrace.learn.settings import StoppingSettings
 from tailrace.learn.validation import ValidationResult
 
 #: What the figures of a healthy run look like.
@@ -17,7 +17,7 @@ MIN_ENTROPY_FRACTION, MAX_ENTROPY_FRACTION = 0.005, 0.98
 MAX_RELATIVE_SHARE = 1.5
 
 
-def check_collapse(result: ValidationResult, settings: SafetySettings) -> None:
+def check_collapse(result: ValidationResult, settings: StoppingSettings) -> None:
     """Raise if the policy sends everything to one replica, whatever the state."""
     if result.largest_shares and min(result.largest_shares) >= settings.collapse_share:
         raise TailraceError(
@@ -31,7 +31,7 @@ def check_collapse(result: ValidationResult, settings: SafetySettings) -> None:
 class EvaluationsBehind:
     """Counts evaluations in a row in which a rule was better."""
 
-    settings: SafetySettings
+    settings: StoppingSettings
     count: int = 0
 
     def update(self, score: float, best_rule: tuple[str, float]) -> bool:
@@ -39,12 +39,12 @@ class EvaluationsBehind:
         if not isfinite(score):
             raise TailraceError("the policy's score is no number; report this with the run folder")
         self.count = self.count + 1 if score > best_rule[1] else 0
-        if self.settings.behind and self.count >= self.settings.behind:
+        if self.settings.patience and self.count >= self.settings.patience:
             raise TailraceError(
                 f"the policy has been behind {best_rule[0]} for {self.count} evaluations "
                 f"({score:.4f} against {best_rule[1]:.4f}); best.tailrace is the best so far. "
                 "Lower the learning rate or branching.kl_limit, clone more demonstrations, or set "
-                "safety.behind = 0 to go on"
+                "stopping.patience = 0 to go on"
             )
         return self.count > 0
 

@@ -121,13 +121,13 @@ class Trainer:
         self._check_scenarios()
         self._first_update_seed = settings.demonstrations.rounds * settings.demonstrations.worlds
         self._source = self._rollout_source(rollout_sources)
-        self.validation = Validation(self.schedule.validation(), settings.evaluation.rules)
+        self.validation = Validation(self.schedule.validation(), settings.evaluation.baselines)
         self.validation.rule_costs = {
             rule: tuple(costs) for rule, costs in self.state.rule_costs.items()
         }
         self.exploration = Exploration(settings.exploration)
         self.curriculum = Curriculum(settings.curriculum)
-        self.behind = stopping.EvaluationsBehind(settings.safety, self.state.behind)
+        self.behind = stopping.EvaluationsBehind(settings.stopping, self.state.behind)
         if self._fresh:
             self.folder.create(settings)
         self.workers = WorkerPool(jobs)
@@ -284,7 +284,7 @@ class Trainer:
     def _uses_demonstrations(self, number: int) -> bool:
         s = self.settings
         weights = s.ppo if s.method == "ppo" else s.branching
-        wanted = weights.imitation > 0 and number < weights.imitation_updates
+        wanted = weights.imitation_weight > 0 and number < weights.imitation_updates
         return wanted and s.demonstrations.rounds > 0
 
     # ---- judging --------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ class Trainer:
             self.exploration.after_evaluation(update, result.score)
             if flag:
                 self.exploration.red_flag(update)
-        stopping.check_collapse(result, self.settings.safety)
+        stopping.check_collapse(result, self.settings.stopping)
         return {
             "score": result.score,
             "score_vs_best_rule": result.score / best_rule[1],
@@ -335,7 +335,9 @@ class Trainer:
     def _evaluate_average(self) -> None:
         """Judge the mean of the last checkpoints: what chance did to each of them cancels out."""
         paths = [self.folder.checkpoint_of(step) for step in range(self.settings.steps)]
-        kept = [path for path in paths if path.exists()][-self.settings.evaluation.average :]
+        kept = [path for path in paths if path.exists()][
+            -self.settings.evaluation.average_checkpoints :
+        ]
         self.watcher.phase("averaging")
         tensors = [checkpoint.read(path)[1] for path in kept]
         average = Network(self.network.config, self.network.features, self.network.globals_)
@@ -362,7 +364,7 @@ class Trainer:
             == 1
             and not world.scenario.events
         ]
-        if self.settings.evaluation.average > 1:
+        if self.settings.evaluation.average_checkpoints > 1:
             self._evaluate_average()
         best_score = self.state.best_score
         if best_score is None:
@@ -402,7 +404,11 @@ class Trainer:
     def _save(self, last: bool) -> None:
         step, rounds = self.state.step - 1, self.settings.demonstrations.rounds
         path = self.folder.checkpoint_of(step)
-        if step < rounds or last or (step - rounds + 1) % self.settings.evaluation.checkpoints == 0:
+        if (
+            step < rounds
+            or last
+            or (step - rounds + 1) % self.settings.evaluation.checkpoint_every == 0
+        ):
             self.folder.save_policy(path, self.network, self.settings, step, {})
         self.folder.save_policy(self.folder.last, self.network, self.settings, step, {})
         self.state.behind = self.behind.count

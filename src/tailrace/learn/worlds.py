@@ -108,7 +108,7 @@ class BranchTask:
     horizon: float  #: as a multiple of the P90 time a request stays
     min_horizon_s: float
     max_horizon_s: float
-    reluctance: float  #: to depart from the first branch's choices, as a difference of logits
+    logit_margin: float  #: to depart from the first branch's choices, as a difference of logits
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def branch(task: BranchTask) -> Samples:
             network,
             task.candidates,
             horizon_s,
-            task.reluctance,
+            task.logit_margin,
             task.world.tail_weight,
             rows,
             k,

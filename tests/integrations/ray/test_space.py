@@ -64,7 +64,7 @@ def test_settings_survive_as_toml():
     settings = {
         "updates": 3,
         "scenarios": ['a "b"\n.toml', "c"],
-        "branching": {"learning_rate": 1e-05, "keep": 6},
+        "branching": {"learning_rate": 1e-05, "replay_updates": 6},
         "demonstrations": {"best_teacher": True, "teachers": {"a b": 0.5, "lookahead": 1.0}},
         "curriculum": [{"name": "easy", "load": 0.5}],
     }

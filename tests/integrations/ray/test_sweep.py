@@ -32,7 +32,8 @@ def test_a_sweep_ranks_its_trials_and_goes_on_where_it_stopped(tmp_path):
     folder = tmp_path / "sweep"
     rows = sweep(
         "--config", config, "--set", "branching.learning_rate=log(1e-4,1e-2)",
-        "--set", "branching.keep=choice(1,2)", "--samples", 2, "--scheduler", "all", "-o", folder,
+        "--set", "branching.replay_updates=choice(1,2)", "--samples", 2, "--scheduler", "all",
+        "-o", folder,
     )  # fmt: skip
     assert sorted(row["trial"] for row in rows) == [0, 1, 2]
     assert {row["status"] for row in rows} == {"done"}

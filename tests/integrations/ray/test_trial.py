@@ -54,7 +54,7 @@ def test_a_trial_that_ended_before_its_first_step_begins_again(tmp_path):
 
 
 def test_a_trial_that_fails_says_why(tmp_path):
-    asked = settings(tmp_path, {"safety": {"collapse_share": 0.01}})
+    asked = settings(tmp_path, {"stopping": {"collapse_share": 0.01}})
     sweep = Sweep(over=asked.model_dump(mode="json"), trials=({}, {}))
     assert sweeps.result(tmp_path, sweep, 0).status == "open"
     run = sweeps.trial_folder(tmp_path, 0)
@@ -83,11 +83,11 @@ def test_trials_play_and_are_judged_on_training_seeds_only(tmp_path, monkeypatch
 
 def test_a_sweep_keeps_its_settings_and_writes_the_best(tmp_path):
     over = {"scenarios": ["uniform-chat-80"], "randomise": None, "updates": 3}
-    varied = {"branching.keep": Varied("choice", (2, 4))}
+    varied = {"branching.replay_updates": Varied("choice", (2, 4))}
     sweep = Sweep.of("quick", over, varied, 2, 0, "asha")
     assert sweep.trials[0] == {}
-    assert sweep.settings(0).branching.keep == 14
-    assert sweep.settings(1).branching.keep in (2, 4)
+    assert sweep.settings(0).branching.replay_updates == 14
+    assert sweep.settings(1).branching.replay_updates in (2, 4)
     assert sweep.settings(1).updates == 3
     sweeps.begin(tmp_path / "s", sweep)
     assert sweeps.load(tmp_path / "s") == sweep

@@ -87,7 +87,7 @@ def test_200_ppo_steps_from_the_shipped_policy(tmp_path):
         "start": "tailrace", "env": "vidur", "method": "ppo", "updates": 2,
         "scenarios": [SCENARIO.model_dump(mode="json")],
         "demonstrations": {"rounds": 0},
-        "ppo": {"clusters": 4, "group": 2, "decisions": 32, "warmup": 8, "minibatch": 64},
+        "ppo": {"clusters": 4, "group_size": 2, "decisions": 32, "warmup": 8, "minibatch": 64},
         "exploration": {"epsilon_start": 0.05, "epsilon_end": 0.05},
     }  # fmt: skip
     watcher = Noted()

@@ -77,7 +77,7 @@ def test_a_branching_update_moves_the_policy_within_its_limit(tmp_path):
 
 def test_branching_tasks(tmp_path, monkeypatch):
     tasks = spied(monkeypatch, improvement, "branch")
-    method, _ = make(tmp_path, {"branching": {"reluctance": 0.5, "candidates": 2}})
+    method, _ = make(tmp_path, {"branching": {"logit_margin": 0.5, "candidates": 2}})
     update(method, 0)
     update(method, 1)
     start = seeds(Purpose.TRAINING, 1)[0]
@@ -85,7 +85,7 @@ def test_branching_tasks(tmp_path, monkeypatch):
     for task in tasks:
         assert 3 <= task.warmup <= 30
         assert 4 <= task.gap <= 12
-        assert (task.rows, task.candidates, task.reluctance) == (4, 2, 0.5)
+        assert (task.rows, task.candidates, task.logit_margin) == (4, 2, 0.5)
         # Enough requests for all of it, the look ahead included.
         assert task.world.requests >= task.warmup + task.rows * task.gap + 14 * task.max_horizon_s
 
@@ -100,13 +100,13 @@ def test_large_clusters_are_tried_less_often(tmp_path, monkeypatch):
 
 
 def test_samples_of_some_updates_are_kept_and_restored(tmp_path):
-    method, network = make(tmp_path, {"branching": {"keep": 2}})
+    method, network = make(tmp_path, {"branching": {"replay_updates": 2}})
     counts = []
     for number in range(3):
         update(method, number)
         counts.append(sum(len(a) for k, a in method.state().items() if k.endswith("world")))
     assert counts == [8, 16, 16]
-    other, its_network = make(tmp_path, {"branching": {"keep": 2}})
+    other, its_network = make(tmp_path, {"branching": {"replay_updates": 2}})
     its_network.load_tensors(network.tensors())
     other.restore(method.state())
     assert update(other, 3) == update(method, 3)
@@ -152,7 +152,7 @@ def test_clusters_are_split_over_tasks_in_whole_groups(
     tmp_path, monkeypatch, clusters, group, tasks
 ):
     given = spied(monkeypatch, rollout_source, "collect")
-    ppo = {"clusters": clusters, "group": group, "minibatch": 16}
+    ppo = {"clusters": clusters, "group_size": group, "minibatch": 16}
     method, _ = make(tmp_path, {"method": "ppo", "ppo": ppo})
     update(method, 0)
     assert len(given) == tasks

@@ -32,7 +32,7 @@ SEEDS = tuple(seeds(Purpose.TRAINING, 8))
 @pytest.mark.parametrize("variant", ["plain", "all"])
 def test_the_identity_world_is_solved_in_seconds(variant):
     network = network_of(variant)
-    learner = Learner(network, settings(discount="decision", gamma=0.1, gae_lambda=0.0), 25)
+    learner = Learner(network, settings(discount_by="decision", gamma=0.1, gae_lambda=0.0), 25)
     before = play(network, np.random.default_rng(10**6)).reward.mean()
     learn(learner, range(25))
     after = play(network, np.random.default_rng(10**6)).reward.mean()
@@ -42,7 +42,7 @@ def test_the_identity_world_is_solved_in_seconds(variant):
 
 def test_it_learns_from_clusters_of_several_sizes_at_once():
     network = network_of()
-    learner = Learner(network, settings(discount="decision", gamma=0.1, gae_lambda=0.0), 25)
+    learner = Learner(network, settings(discount_by="decision", gamma=0.1, gae_lambda=0.0), 25)
     for update in range(25):
         rng = np.random.default_rng(update)
         rollouts = [play(network, rng, n=n) for n in (2, 5)]
@@ -84,7 +84,7 @@ def test_the_value_of_an_endless_chain_is_that_of_a_geometric_series():
         "discount_half_life_s": 2.0,
         "gae_lambda_half_life_s": 2.0,
         "value_weight": 1.0,
-        "advantages": "raw",
+        "advantage_normalisation": "raw",
         "epochs": 3,
     }
     updates = 100
@@ -191,7 +191,7 @@ def test_a_memory_that_is_not_its_own_shows():
     [
         ("plain", {"target_kl": 1e-4, "kl_penalty": True, "scale_rewards": True}),
         ("all", {"target_kl": 1e-4, "kl_learning_rate": True, "norm_updates": 3}),
-        ("memory", {"schedule": "cosine", "value_clip": 0.2}),
+        ("memory", {"learning_rate_schedule": "cosine", "value_clip": 0.2}),
     ],
 )
 def test_a_restored_learner_goes_on_bit_for_bit(variant, changes):
@@ -277,13 +277,16 @@ def test_values_that_run_away_stop_learning_and_leave_the_network_alone():
     ("given", "message"),
     [
         ({"clusters": 2, "decisions": 32, "minibatch": 65}, "minibatch = 65 is more than"),
-        ({"clusters": 10, "group": 4}, "group = 4 does not divide clusters = 10"),
+        ({"clusters": 10, "group_size": 4}, "group_size = 4 does not divide clusters = 10"),
         ({"decisions": 100, "chunk": 32}, "chunk = 32 does not divide decisions = 100"),
         ({"kl_stop": True}, "kl_stop needs target_kl"),
         ({"target_kl": 0.1}, "target_kl does nothing by itself"),
         ({"target_kl": 0.1, "kl_penalty": True, "kl_learning_rate": True}, "choose one"),
-        ({"target_kl": 0.1, "kl_learning_rate": True, "schedule": "cosine"}, "constant"),
-        ({"clip": 1.5}, "clip"),
+        (
+            {"target_kl": 0.1, "kl_learning_rate": True, "learning_rate_schedule": "cosine"},
+            "constant",
+        ),
+        ({"clip_range": 1.5}, "clip_range"),
         ({"learning_rate": float("inf")}, "learning_rate"),
         ({"learning_rte": 1}, "did you mean"),
     ],

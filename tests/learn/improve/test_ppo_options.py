@@ -18,7 +18,8 @@ from tailrace.learn.samples import Samples  # noqa: E402
 def test_learning_rates_follow_their_schedule():
     rates = {
         name: [
-            Learner(network_of(), settings(schedule=name), 10).learning_rate(u) for u in (0, 5, 9)
+            Learner(network_of(), settings(learning_rate_schedule=name), 10).learning_rate(u)
+            for u in (0, 5, 9)
         ]
         for name in ("constant", "linear", "cosine")
     }
@@ -64,7 +65,7 @@ def test_the_entropy_bonus_flattens_a_sharp_policy():
         return np.zeros(action.shape)
 
     found = {}
-    calm = settings(advantages="raw", value_weight=0.0, learning_rate=5e-3)
+    calm = settings(advantage_normalisation="raw", value_weight=0.0, learning_rate=5e-3)
     for weight in (0.0, 0.5):
         learner = Learner(network_of(sharp=400.0), calm, 20)
         for update in range(20):
@@ -80,7 +81,7 @@ def test_the_entropy_bonus_flattens_a_sharp_policy():
 
 def test_the_warm_start_holds_the_policy_until_it_has_faded():
     start = network_of(seed=5, sharp=300.0)
-    kept = {"start_kl": 20.0, "start_kl_updates": 10}
+    kept = {"start_kl_weight": 20.0, "start_kl_updates": 10}
     learner = Learner(network_of(seed=5, sharp=300.0), settings(**kept), 30)
     held = learn(learner, range(8), warm_start=start)
     assert 0 < held["kl_to_start"] < 0.02
@@ -110,7 +111,7 @@ def test_imitation_is_mixed_in_and_fades_out():
         return np.zeros(action.shape)
 
     network = network_of()
-    learner = Learner(network, settings(imitation=1.0, imitation_updates=40), 80)
+    learner = Learner(network, settings(imitation_weight=1.0, imitation_updates=40), 80)
     losses = []
     for update in (*range(30), 40):
         rollout = play(network, np.random.default_rng(update), nothing)
@@ -143,7 +144,9 @@ def test_advantages_are_scaled_as_asked():
     found = {}
     for kind in ("batch", "group", "raw"):
         network = network_of()
-        learner = Learner(network, settings(advantages=kind, scale_rewards=kind == "raw"), 1)
+        learner = Learner(
+            network, settings(advantage_normalisation=kind, scale_rewards=kind == "raw"), 1
+        )
         rollout = play(network, np.random.default_rng(0), uneven, group=4)
         scale = learner.reward_scale if kind == "raw" else None
         seen = estimate(network, [rollout], learner.settings, scale)

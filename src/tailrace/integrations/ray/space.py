@@ -3,7 +3,7 @@
     branching.learning_rate=log(1e-4,1e-2)   between two numbers, evenly in the logarithm
     branching.kl_limit=uniform(0.01,0.05)    between two numbers, evenly
     branching.epochs=int(4,16)               a whole number, both ends included
-    branching.keep=choice(6,12,20)           one of some values
+    branching.replay_updates=choice(6,12,20) one of some values
     updates=20                               always the same
 
 A trial's values follow from the sweep's seed and the trial's number alone.

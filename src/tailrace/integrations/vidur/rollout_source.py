@@ -45,7 +45,7 @@ class VidurRollouts:
         self, number: int, stage: Stage | None, exploration: ExplorationValues
     ) -> list[VidurTask]:
         p = self._schedule.settings.ppo
-        groups = p.clusters // p.group
+        groups = p.clusters // p.group_size
         first = self._first_seed + number * (groups + 1)
         sampler = self._schedule.sampler(stage)
         sampler = replace(sampler, scenarios=tuple(self._nearest[s] for s in sampler.scenarios))
@@ -68,7 +68,7 @@ class VidurRollouts:
                     seed,
                     params,
                     named,
-                    p.group,
+                    p.group_size,
                     exploration.temperature,
                     exploration.epsilon,
                 )

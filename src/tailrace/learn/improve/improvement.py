@@ -83,7 +83,7 @@ class Branching:
                 "all traffic ended before the first decision to branch at: lower branching.warmup, "
                 "or train on more requests"
             )
-        self._kept = [*self._kept, new][-b.keep :]
+        self._kept = [*self._kept, new][-b.replay_updates :]
         share = number / max(1, self._settings.updates - 1)
         rate = b.learning_rate + share * (b.final_learning_rate - b.learning_rate)
         metrics = fit.improve(
@@ -95,7 +95,7 @@ class Branching:
             learning_rate=rate,
             rng=rng,
             demonstrations=demonstrations,
-            imitation_weight=b.imitation * max(0.0, 1 - number / b.imitation_updates),
+            imitation_weight=b.imitation_weight * max(0.0, 1 - number / b.imitation_updates),
         )
         replicas = np.concatenate([s.replica_obs[s.mask] for s in new])
         requests = np.concatenate([s.request_obs for s in new])
@@ -125,7 +125,7 @@ class Branching:
                     b.horizon,
                     b.min_horizon_s,
                     b.max_horizon_s,
-                    b.reluctance,
+                    b.logit_margin,
                 )
             )
         return tasks
@@ -171,7 +171,7 @@ class Ppo:
         p = settings.ppo
         self._learner = Learner(network, p, settings.updates)
         self._start: Network | None = None
-        if p.start_kl > 0:
+        if p.start_kl_weight > 0:
             self._start = Network(network.config, network.features, network.globals_)
             self._start.load_tensors(network.tensors())
 
@@ -186,7 +186,7 @@ class Ppo:
         """Do the ``number``-th update, counted from 0."""
         exploration = self._exploration.values(number)
         rollouts = self._source.rollouts(number, stage, exploration, self._workers, progress)
-        _check_alive(rollouts, self._settings.safety.dead_deviation)
+        _check_alive(rollouts, self._settings.stopping.min_reward_std)
         metrics = self._learner.update(
             rollouts, exploration, number, rng, demonstrations, self._start
         )

@@ -104,9 +104,13 @@ class Learner:
         context = _UpdateContext(
             exploration,
             rng,
-            start_weight=_annealed(s.start_kl, update, s.start_kl_updates) if warm_start else 0.0,
+            start_weight=_annealed(s.start_kl_weight, update, s.start_kl_updates)
+            if warm_start
+            else 0.0,
             imitation_weight=(
-                _annealed(s.imitation, update, s.imitation_updates) if demonstrations else 0.0
+                _annealed(s.imitation_weight, update, s.imitation_updates)
+                if demonstrations
+                else 0.0
             ),
             demonstrations=demonstrations,
         )
@@ -133,7 +137,9 @@ class Learner:
         """Return the step size of an update."""
         share = min(update / self.total_updates, 1.0)
         falls = {"constant": 1.0, "linear": 1 - share, "cosine": math.cos(math.pi / 2 * share) ** 2}
-        return self.settings.learning_rate * falls[self.settings.schedule] * self._rate
+        return (
+            self.settings.learning_rate * falls[self.settings.learning_rate_schedule] * self._rate
+        )
 
     def _epoch(self, groups: Sequence[Experience], context: _UpdateContext) -> bool:
         """Learn from every decision once; False: the policy has moved far enough before that."""
@@ -159,7 +165,7 @@ class Learner:
         policy = log_policy(logits, part.mask, exploration.temperature)
         change = log_behaviour(policy, part.mask, part.action, exploration.epsilon) - part.log_prob
         ratio = change.exp()
-        bounded = ratio.clamp(1 - s.clip, 1 + s.clip)
+        bounded = ratio.clamp(1 - s.clip_range, 1 + s.clip_range)
         policy_loss = -torch.minimum(ratio * part.advantage, bounded * part.advantage).mean()
         value_loss = self._value_loss(values, part)
         entropy = -(policy.exp() * policy).sum(-1)
@@ -174,7 +180,7 @@ class Learner:
             loss = loss + context.start_weight * terms["kl_to_start"]
         with torch.no_grad():
             terms["kl"] = (ratio - 1 - change).mean()
-            terms["clip_fraction"] = ((ratio - 1).abs() > s.clip).float().mean()
+            terms["clip_fraction"] = ((ratio - 1).abs() > s.clip_range).float().mean()
             most = part.mask.sum(-1).log().sum().clamp(min=1e-9)
             terms["entropy_fraction"] = entropy.sum() / most
         return loss, terms
@@ -199,13 +205,13 @@ class Learner:
         self._optimiser.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(
-            self._parameters.values(), self.settings.gradient_clip, foreach=True
+            self._parameters.values(), self.settings.max_grad_norm, foreach=True
         )
         if not math.isfinite(float(norm)):
             bad = [name for name, value in terms.items() if not bool(value.isfinite())]
             raise TailraceError(
                 f"PPO: the {bad[0] if bad else 'gradient'} is not finite; the last checkpoint is "
-                "sound: go on from it with a lower ppo.learning_rate, a lower ppo.gradient_clip or "
+                "sound: go on from it with a lower ppo.learning_rate, a lower ppo.max_grad_norm or "
                 "a reward with a bound"
             )
         self._optimiser.step()
@@ -241,9 +247,9 @@ class Learner:
         parts = []
         for one in seen:
             advantages = one.advantages
-            if self.settings.advantages == "group":
+            if self.settings.advantage_normalisation == "group":
                 advantages = adv.normalised(advantages, one.rollout.group)
-            elif self.settings.advantages == "batch":
+            elif self.settings.advantage_normalisation == "batch":
                 advantages = (advantages - mean) / deviation
             parts.append(self._cut(one, advantages, exploration, warm_start))
         return joined(parts)

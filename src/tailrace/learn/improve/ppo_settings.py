@@ -18,11 +18,19 @@ class PpoSettings(Settings):
         "trace_s": "gae_lambda_half_life_s",
         "trace": "gae_lambda",
         "imitation_rows": "imitation_batch_size",
+        "group": "group_size",
+        "schedule": "learning_rate_schedule",
+        "clip": "clip_range",
+        "gradient_clip": "max_grad_norm",
+        "advantages": "advantage_normalisation",
+        "discount": "discount_by",
+        "start_kl": "start_kl_weight",
+        "imitation": "imitation_weight",
     }
 
     clusters: Count = 64
     """Clusters that are played per update, over all roll-out tasks."""
-    group: Count = 1
+    group_size: Count = 1
     """So many of them play the same requests, and are compared with each other per decision."""
     decisions: Count = 256
     """Decisions recorded per cluster and update."""
@@ -36,23 +44,23 @@ class PpoSettings(Settings):
     """Decisions per gradient step."""
     learning_rate: Positive = 3e-4
     """Step size of Adam."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls to nothing over the updates of a run, if it does."""
-    clip: float = Field(default=0.2, gt=0, lt=1)
+    clip_range: float = Field(default=0.2, gt=0, lt=1)
     """How far the probability of a choice may move per update: by this share up or down."""
     value_weight: Weight = 0.5
     """Weight of the value's loss."""
     value_clip: Positive | None = None
     """How far a normalised value may move per update; none: freely."""
-    gradient_clip: Positive = 0.5
+    max_grad_norm: Positive = 0.5
     """Largest norm of a gradient."""
-    advantages: Literal["batch", "group", "raw"] = "batch"
+    advantage_normalisation: Literal["batch", "group", "raw"] = "batch"
     """Advantages get mean 0 and deviation 1 over the whole update, or each group of clusters by
     itself, or are taken as they are."""
     scale_rewards: bool = False
     """Divide rewards by the running deviation of discounted returns. Advantages and returns are
-    normalised anyway, unless `advantages` is raw."""
-    discount: Literal["time", "decision"] = "time"
+    normalised anyway, unless `advantage_normalisation` is raw."""
+    discount_by: Literal["time", "decision"] = "time"
     """Whether discount and GAE lambda are per second of simulated time, given as half-lives, or
     per decision, given as factors."""
     discount_half_life_s: Positive = 30.0
@@ -72,11 +80,11 @@ class PpoSettings(Settings):
     """Add a penalty on the divergence whose weight adapts to the target."""
     kl_learning_rate: bool = False
     """Adapt the learning rate so that the divergence meets the target."""
-    start_kl: Weight = 0.0
+    start_kl_weight: Weight = 0.0
     """Weight of the divergence from the warm-start policy at the first update."""
     start_kl_updates: Count = 100
     """Updates over which that weight fades to nothing."""
-    imitation: Weight = 0.0
+    imitation_weight: Weight = 0.0
     """Weight of the imitation loss on demonstrations at the first update."""
     imitation_updates: Count = 100
     """Updates over which that weight fades to nothing."""
@@ -94,8 +102,10 @@ class PpoSettings(Settings):
                 f"minibatch = {self.minibatch} is more than the {self.clusters} x "
                 f"{self.decisions} = {total} decisions of an update; lower it"
             )
-        if self.clusters % self.group:
-            raise ValueError(f"group = {self.group} does not divide clusters = {self.clusters}")
+        if self.clusters % self.group_size:
+            raise ValueError(
+                f"group_size = {self.group_size} does not divide clusters = {self.clusters}"
+            )
         if self.decisions % self.chunk:
             raise ValueError(f"chunk = {self.chunk} does not divide decisions = {self.decisions}")
         return self
@@ -113,8 +123,9 @@ class PpoSettings(Settings):
             raise ValueError(
                 "kl_penalty and kl_learning_rate would both steer the divergence; choose one"
             )
-        if self.kl_learning_rate and self.schedule != "constant":
+        if self.kl_learning_rate and self.learning_rate_schedule != "constant":
             raise ValueError(
-                "kl_learning_rate adapts the learning rate: it goes with schedule = 'constant' only"
+                "kl_learning_rate adapts the learning rate: it goes with "
+                "learning_rate_schedule = 'constant' only"
             )
         return self

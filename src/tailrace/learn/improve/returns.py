@@ -99,7 +99,7 @@ def _check_bounded(returns: adv.Array) -> None:
 
 def _discounts_and_lambdas(rollout: Rollout, settings: PpoSettings) -> tuple[adv.Array, adv.Array]:
     """Discount and lambda [T, C] of each step."""
-    if settings.discount == "decision":
+    if settings.discount_by == "decision":
         shape = rollout.reward.shape
         return np.full(shape, settings.gamma), np.full(shape, settings.gae_lambda)
     elapsed_s = rollout.elapsed_s

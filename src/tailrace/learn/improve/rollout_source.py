@@ -62,7 +62,7 @@ class SimulatorRollouts:
         """The clusters of an update are split over so many tasks."""
         self._network, self._schedule, self._first_seed = network, schedule, first_seed
         p = schedule.settings.ppo
-        groups = p.clusters // p.group
+        groups = p.clusters // p.group_size
         self._tasks = next(k for k in range(min(tasks, groups), 0, -1) if groups % k == 0)
 
     def rollouts(
@@ -82,7 +82,7 @@ class SimulatorRollouts:
         self, number: int, stage: Stage | None, exploration: ExplorationValues
     ) -> list[RolloutTask]:
         p, reward = self._schedule.settings.ppo, self._schedule.settings.reward_of(stage)
-        groups = p.clusters // p.group // self._tasks
+        groups = p.clusters // p.group_size // self._tasks
         per_update = self._tasks * (groups + 1)
         tasks = []
         for k in range(self._tasks):
@@ -94,8 +94,8 @@ class SimulatorRollouts:
                     config=self._network.config,
                     tensors=self._network.tensors(),
                     seed=self._schedule.seed(first + groups),
-                    clusters=groups * p.group,
-                    group=p.group,
+                    clusters=groups * p.group_size,
+                    group=p.group_size,
                     warmup=p.warmup,
                     decisions=p.decisions,
                     chunk=p.chunk,

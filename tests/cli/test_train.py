@@ -45,7 +45,7 @@ batch_size = 16
 [evaluation]
 worlds = 1
 requests = 120
-rules = ["least_outstanding", "round_robin"]
+baselines = ["least_outstanding", "round_robin"]
 [stopping]
 collapse_share = 1.0
 """

@@ -55,17 +55,17 @@ def test_a_state_says_how_far_it_is():
 def test_switches_are_logged_and_reach_the_tasks(tmp_path, monkeypatch):
     """Load, scenarios and strictness of each stage, as the roll-outs of its updates get them."""
     pytest.importorskip("torch")
-    from tailrace.learn.improve import improvement
+    from tailrace.learn.improve import rollout_source
     from tailrace.learn.trainer import Trainer
 
     played = []
-    real = improvement.collect
+    real = rollout_source.collect
 
     def collect(task):
         played.append((task.worlds(task.episode_seeds[0]).workload.rate, task.reward.late))
         return real(task)
 
-    monkeypatch.setattr(improvement, "collect", collect)
+    monkeypatch.setattr(rollout_source, "collect", collect)
     files = [scenario_file(tmp_path, "chat", rate) for rate in (8.0, 12.0)]
     given = settings(
         tmp_path,

@@ -13,7 +13,7 @@ def make(**settings) -> Exploration:
 
 def test_everything_is_off_by_default():
     exploration = make()
-    exploration.after_update(0, 0.0)
+    exploration.after_update(0.0)
     for update in range(5):
         exploration.after_evaluation(update, 1.0)
     exploration.red_flag(5)
@@ -39,27 +39,27 @@ def test_schedules_go_from_start_to_end_and_stay_there():
 
 def test_the_bonus_seeks_the_target_entropy_from_both_sides():
     exploration = make(entropy_start=0.01, entropy_end=0.01, target_entropy=0.5, target_rate=1.25)
-    for update in range(3):
-        exploration.after_update(update, 0.3)
+    for _ in range(3):
+        exploration.after_update(0.3)
     assert exploration.values(3).entropy_weight == pytest.approx(0.01 * 1.25**3)
-    for update in range(3, 10):
-        exploration.after_update(update, 0.7)
+    for _ in range(3, 10):
+        exploration.after_update(0.7)
     assert exploration.values(10).entropy_weight == pytest.approx(0.01 * 1.25**-4)
-    for update in range(10, 200):
-        exploration.after_update(update, 0.0)
+    for _ in range(10, 200):
+        exploration.after_update(0.0)
     assert exploration.values(200).entropy_weight == pytest.approx(10.0)  # bounded
 
 
 def test_the_floor_raises_the_bonus_at_once_and_lets_go_slowly():
     exploration = make(entropy_start=0.001, entropy_end=0.001, entropy_floor=0.2, floor_weight=0.1)
-    exploration.after_update(0, 0.21)
+    exploration.after_update(0.21)
     assert exploration.values(1).entropy_weight == 0.001
-    exploration.after_update(1, 0.19)
+    exploration.after_update(0.19)
     assert exploration.values(2).entropy_weight == 0.1
-    exploration.after_update(2, 0.5)
+    exploration.after_update(0.5)
     assert exploration.values(3).entropy_weight == pytest.approx(0.09)
-    for update in range(3, 100):
-        exploration.after_update(update, 0.5)
+    for _ in range(3, 100):
+        exploration.after_update(0.5)
     assert exploration.values(100).entropy_weight == 0.001
 
 
@@ -120,7 +120,7 @@ def test_a_restored_state_goes_on_exactly():
         out = []
         for update in range(first, last):
             out.append(exploration.values(update))
-            exploration.after_update(update, 0.2 + 0.05 * (update % 9))
+            exploration.after_update(0.2 + 0.05 * (update % 9))
             exploration.after_evaluation(update, 1.0 - 0.01 * (update % 4))
         return out
 

@@ -126,7 +126,7 @@ class Exploration:
             pulse=self._pulsing(update),
         )
 
-    def after_update(self, update: int, entropy_fraction: float) -> None:  # noqa: ARG002
+    def after_update(self, entropy_fraction: float) -> None:
         """Tell the policy's mean entropy, as a share of that of a uniform choice."""
         s = self.settings
         if s.target_entropy is not None:

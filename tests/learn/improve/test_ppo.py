@@ -17,7 +17,7 @@ from tailrace.learn.improve.minibatch import (  # noqa: E402
     minibatches,
 )
 from tailrace.learn.improve.ppo import Learner, PpoSettings  # noqa: E402
-from tailrace.learn.improve.returns import estimate  # noqa: E402
+from tailrace.learn.improve.returns import estimate_returns  # noqa: E402
 from tailrace.learn.improve.rollout import Rollout, RolloutTask, collect  # noqa: E402
 from tailrace.policy.learned.network import Network  # noqa: E402
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES  # noqa: E402
@@ -109,7 +109,7 @@ def test_the_value_of_an_endless_chain_is_that_of_a_geometric_series():
 def log_ratio(network: Network, rollout: Rollout, exploration: ExplorationValues) -> float:
     """Largest logarithm of a ratio in the minibatches of a first epoch."""
     learner = Learner(network, settings(), 1)
-    seen = estimate(network, [rollout], learner.settings, None)
+    seen = estimate_returns(network, [rollout], learner.settings, None)
     groups = learner._experience(seen, exploration, None)
     largest = 0.0
     for part in minibatches(groups, 64, torch.Generator().manual_seed(0)):

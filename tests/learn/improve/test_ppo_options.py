@@ -11,7 +11,7 @@ from learn.played import FEATURES, GLOBALS, learn, network_of, pays, play, setti
 from tailrace.learn.exploration import ExplorationValues  # noqa: E402
 from tailrace.learn.imitate.fit import ImitationDataset  # noqa: E402
 from tailrace.learn.improve.ppo import Learner  # noqa: E402
-from tailrace.learn.improve.returns import estimate  # noqa: E402
+from tailrace.learn.improve.returns import estimate_returns  # noqa: E402
 from tailrace.learn.samples import Samples  # noqa: E402
 
 
@@ -149,7 +149,7 @@ def test_advantages_are_scaled_as_asked():
         )
         rollout = play(network, np.random.default_rng(0), uneven, group=4)
         scale = learner.reward_scale if kind == "raw" else None
-        seen = estimate(network, [rollout], learner.settings, scale)
+        seen = estimate_returns(network, [rollout], learner.settings, scale)
         part = learner._experience(seen, ExplorationValues(), None)[0]
         found[kind] = part.advantage.reshape(32, 8).numpy()
         metrics = learner.update(

@@ -7,9 +7,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from tailrace.errors import TailraceError
 
-#: Versions this part is tested with: Ray Serve's routers are an interface in the making.
-TESTED = "2.60"
-
 
 def require(what: str) -> None:
     """Raise unless Ray is installed; ``what`` needs it."""

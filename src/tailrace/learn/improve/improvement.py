@@ -191,7 +191,7 @@ class Ppo:
             rollouts, exploration, number, rng, demonstrations, self._start
         )
         self._source.updated()
-        self._exploration.after_update(number, metrics["entropy_fraction"])
+        self._exploration.after_update(metrics["entropy_fraction"])
         statistics = {
             name: float(np.mean([r.metrics[name] for r in rollouts]))
             for name in rollouts[0].metrics

@@ -56,14 +56,12 @@ def run_tasks(
 class SimulatorRollouts:
     """Rollouts in the simulator."""
 
-    def __init__(
-        self, network: Network, schedule: WorldSchedule, first_seed: int, tasks: int = ROLLOUT_TASKS
-    ) -> None:
-        """The clusters of an update are split over so many tasks."""
+    def __init__(self, network: Network, schedule: WorldSchedule, first_seed: int) -> None:
+        """Split the clusters of an update over tasks in whole groups; see RolloutSourceFactory."""
         self._network, self._schedule, self._first_seed = network, schedule, first_seed
         p = schedule.settings.ppo
         groups = p.clusters // p.group_size
-        self._tasks = next(k for k in range(min(tasks, groups), 0, -1) if groups % k == 0)
+        self._tasks = next(k for k in range(min(ROLLOUT_TASKS, groups), 0, -1) if groups % k == 0)
 
     def rollouts(
         self,

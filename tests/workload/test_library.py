@@ -1,5 +1,7 @@
 """Built-in workloads: published figures, exact counts, determinism, and errors that help."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from scipy import stats as scipy_stats
@@ -329,3 +331,4 @@ def test_every_workload_is_described(name: str) -> None:
     assert spec.description.endswith(".")
     assert spec.source
     assert spec.default_rate_rps > 0
+    assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()

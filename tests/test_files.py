@@ -8,8 +8,8 @@ import pytest
 from results import make_batches, make_result
 from tailrace.config import Event
 from tailrace.errors import TailraceError
-from tailrace.evaluate.measure.request_results import check_requests_target, write_requests
-from tailrace.files import atomic_path
+from tailrace.evaluate.measure.request_results import SUFFIXES, write_requests
+from tailrace.files import atomic_path, check_target
 from tailrace.sim.chrome_trace import write_trace
 from tailrace.sim.result import FINISHED, PENDING
 from tailrace.view.objective import LOST_COST_S
@@ -64,7 +64,7 @@ def test_parquet_has_the_same_columns(result, tmp_path):
 def test_impossible_targets_are_refused_before_any_work(tmp_path, name, message):
     (tmp_path / "folder.csv").mkdir()
     with pytest.raises(TailraceError, match=message):
-        check_requests_target(tmp_path / name)
+        check_target(tmp_path / name, SUFFIXES)
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path):

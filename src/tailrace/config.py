@@ -217,6 +217,10 @@ class Scenario(Settings):
     capacity_rps: Positive | None = None
     """Measured capacity in requests/s (`tailrace capacity --saturation`); measured when absent."""
 
+    def with_workload(self, **changes: Any) -> "Scenario":
+        """Return the scenario with other settings of its workload, taken as they are."""
+        return self.model_copy(update={"workload": self.workload.model_copy(update=changes)})
+
     @model_validator(mode="after")
     def _events_name_replicas(self) -> Self:
         for event in self.events:

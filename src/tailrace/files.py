@@ -18,7 +18,7 @@ def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
     """Refuse, before any work is done, a file that could not be written in the end."""
     if path.suffix.lower() not in suffixes:
         raise TailraceError(
-            f"cannot tell the format of {path}; its name must end in {_any(suffixes)}"
+            f"cannot tell the format of {path}; its name must end in {' or '.join(suffixes)}"
         )
     if path.is_dir():
         raise TailraceError(f"cannot write {path}: it is a folder")
@@ -42,8 +42,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def _any(suffixes: tuple[str, ...]) -> str:
-    return " or ".join(suffixes)
+def write_text(path: Path, text: str) -> None:
+    """Write a text to ``path``, all of it or nothing."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def plain(value: Any) -> Any:

@@ -92,8 +92,8 @@ def _measurement(scenario: Scenario, rate: float, seed: int) -> Scenario:
         count = min(max(per_replica * scenario.cluster.size, MIN_REQUESTS), MAX_REQUESTS)
         if _is_slow(scenario):
             count = min(count, REFERENCE_REQUESTS)
-        workload = scenario.workload.model_copy(update={"requests": count, "arrivals": "poisson"})
-        return scenario.model_copy(update={"workload": workload, "events": ()})
+        steady = scenario.with_workload(requests=count, arrivals="poisson")
+        return steady.model_copy(update={"events": ()})
 
     short = with_requests(REQUESTS_PER_REPLICA)
     if (_traffic(short, rate, seed).rows["parent"] >= 0).any():

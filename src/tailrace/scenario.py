@@ -13,7 +13,7 @@ from typing import Any
 from tailrace import config
 from tailrace.config import Scenario, load_toml
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.files import atomic_path
+from tailrace.files import write_text
 
 SHIPPED = Path(__file__).parent / "scenarios"
 
@@ -98,5 +98,4 @@ def write_capacity(path: Path, capacity: float) -> None:
         head = _CAPACITY_LINE.sub(line, head)
     else:
         head = f"{head.rstrip()}\n{line}\n" + ("\n" if tail else "")
-    with atomic_path(path) as temporary:
-        temporary.write_text(head.lstrip("\n") + tail, encoding="utf-8")
+    write_text(path, head.lstrip("\n") + tail)

@@ -31,11 +31,9 @@ def sums_of_iterations(rng, overhead_ms=0.0):
     row, tokens, context, work = np.array(rows, float).T
     count = 9 + len(decodes)
     requests = (np.arange(count) < 9) * 1.0
-    made = Stretches(
-        row.astype(np.int64), np.ones(len(row)), tokens, context, work, np.ones(count), requests
-    )
+    made = Stretches(row.astype(np.int64), tokens, context, work, np.ones(count), requests)
     ms = explained_ms(made, TRUE, overhead_ms)
-    return Stretches(row.astype(np.int64), made.share, tokens, context, work, ms, requests)
+    return Stretches(row.astype(np.int64), tokens, context, work, ms, requests)
 
 
 def assert_close(model, tolerance):
@@ -76,6 +74,6 @@ def test_what_was_not_measured_is_named():
 
 
 def test_too_little_is_refused():
-    few = Stretches(*(np.zeros(1, np.int64), *[np.ones(1)] * 6))
+    few = Stretches(*(np.zeros(1, np.int64), *[np.ones(1)] * 5))
     with pytest.raises(TailraceError, match="at least 5 measured times"):
         fit(summed(few))

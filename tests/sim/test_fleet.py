@@ -16,7 +16,6 @@ from tailrace.sim.fleet import (
     SKIP,
     accrued_cost,
     copy_cluster,
-    empty_twin,
     follow,
     new_step,
     run_for,
@@ -259,6 +258,17 @@ def test_a_copy_has_the_same_future_and_leaves_the_source_alone(scheduler) -> No
         assert [array.tobytes() for array in fleet] == before
         got = future(twin, tables, d, "lmetric", 12.0)
         assert got == future(rebuilt(fleet), tables, c, "lmetric", 12.0)
+
+
+def empty_twin(fleet: Fleet, clusters: int = 1) -> Fleet:
+    """Memory for copies of a fleet's clusters; copies record nothing."""
+    recorded = ("batches", "news")
+    return Fleet(
+        **{
+            name: np.zeros((clusters, *([0] if name in recorded else array.shape[1:])), array.dtype)
+            for name, array in fleet._asdict().items()
+        }
+    )
 
 
 def rebuilt(fleet: Fleet) -> Fleet:

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from tailrace.errors import TailraceError
 from tailrace.workload import traces
 from tailrace.workload.blocks import block_runs
-from tailrace.workload.draft import blank_rows
 from tailrace.workload.prefix import repeated_tokens
-from tailrace.workload.table import RequestTable
+from tailrace.workload.table import RequestTable, blank_rows
 from workload import naive
 
 AZURE = (

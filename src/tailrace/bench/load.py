@@ -9,7 +9,7 @@ import heapq
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import orjson
@@ -43,40 +43,10 @@ MAX_IDLE = 1_000_000
 FETCH_S = 30.0
 
 
-def run_load(
-    url: str,
-    table: RequestTable,
-    *,
-    api: Api = "completions",
-    model: str | None = None,
-    chars_per_token: float | None = None,
-    headers: Mapping[str, str] | None = None,
-    timeout_s: float = 600.0,
-    stretch: float = 1.0,
-    salt: int = 0,
-    progress: Callable[[int], None] | None = None,
-) -> LoadResult:
-    """Send the requests of a table to an OpenAI endpoint and wait until all have ended.
-
-    ``model``: default: the server's; without ``chars_per_token`` its /tokenize counts the tokens of
-    prompts. ``stretch`` multiplies arrival and think times. ``salt``: other texts with the same
-    sharing. Runs an event loop of its own; inside one, await :func:`load`.
-    """
+def run_load(url: str, table: RequestTable, **how: Any) -> LoadResult:
+    """Do what :func:`load` does, with the same arguments, in an event loop of its own."""
     with asyncio.Runner(loop_factory=_fast_loop) as runner:
-        return runner.run(
-            load(
-                url,
-                table,
-                api=api,
-                model=model,
-                chars_per_token=chars_per_token,
-                headers=headers,
-                timeout_s=timeout_s,
-                stretch=stretch,
-                salt=salt,
-                progress=progress,
-            )
-        )
+        return runner.run(load(url, table, **how))
 
 
 async def load(
@@ -90,9 +60,14 @@ async def load(
     timeout_s: float = 600.0,
     stretch: float = 1.0,
     salt: int = 0,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> LoadResult:
-    """Do what :func:`run_load` does inside a running event loop."""
+    """Send the requests of a table to an OpenAI endpoint and wait until all have ended.
+
+    ``model``: default: the server's; without ``chars_per_token`` its /tokenize counts the tokens of
+    prompts. ``stretch`` multiplies arrival and think times. ``salt``: other texts with the same
+    sharing.
+    """
     pool = open_pool(url, headers)
     try:
         if model is None:
@@ -101,7 +76,7 @@ async def load(
         pool.made = 0
         writer = PromptWriter(table, words_per_token, salt)
         run = _Load(pool, table, writer, api, model, timeout_s, stretch, salt)
-        await run.run(progress or (lambda _: None))
+        await run.run(progress)
     finally:
         pool.abort()
         await asyncio.sleep(0)  # the loop tells the connections that they are closed
@@ -273,53 +248,83 @@ class _Load:
                 self.settle(asking, "timeout")
 
 
-class _LoadCall(Call):
-    """One request of the load."""
+class StreamedCall(Call):
+    """A request whose response streams; ``end`` of a subclass is called when it is over."""
 
-    __slots__ = ("_load", "answer", "prompt", "replica", "row")
+    __slots__ = ("answer",)
 
-    def __init__(
-        self, load: _Load, row: int, head: bytes, body: bytes, prompt: Prompt | None
-    ) -> None:
-        super().__init__(load.pool, b"POST", head, body)
-        self._load = load
-        self.row = row
-        self.prompt = prompt
-        self.answer = StreamedResponse(load.now, keep_text=prompt is not None)
-        self.replica: str | None = None
+    def __init__(self, pool: Pool, head: bytes, body: bytes, answer: StreamedResponse) -> None:
+        super().__init__(pool, b"POST", head, body)
+        self.answer = answer
 
     def began(self, head: ResponseHead) -> None:
-        """Take status and replica from the head."""
+        """Take the status."""
         self.answer.code = head.status
-        label = head.lower.get(REPLICA_HEADER)
-        if label is not None:
-            self.replica = label.decode("latin-1")
 
     def received(self, data: bytes) -> None:
         """Read events."""
         self.answer.feed(data)
 
     def ended(self) -> None:
-        """Record a complete response."""
-        self._load.settle(self, self.answer.failure())
+        """End with a complete response."""
+        self.end(self.answer.failure())
 
     def broken(self, why: str, *, connecting: bool) -> None:
-        """Record a failure."""
-        self._load.settle(self, failure_kind(why, connecting=connecting))
+        """End with a failure."""
+        self.end(failure_kind(why, connecting=connecting))
+
+    def end(self, failure: str | None) -> None:
+        """Take in that it is over; ``failure``: its kind, None: none."""
+        raise NotImplementedError
 
 
-async def _first_model(pool: Pool, url: str) -> str:
+class _LoadCall(StreamedCall):
+    """One request of the load."""
+
+    __slots__ = ("_load", "prompt", "replica", "row")
+
+    def __init__(
+        self, load: _Load, row: int, head: bytes, body: bytes, prompt: Prompt | None
+    ) -> None:
+        answer = StreamedResponse(load.now, keep_text=prompt is not None)
+        super().__init__(load.pool, head, body, answer)
+        self._load = load
+        self.row = row
+        self.prompt = prompt
+        self.replica: str | None = None
+
+    def began(self, head: ResponseHead) -> None:
+        """Take status and replica from the head."""
+        super().began(head)
+        label = head.lower.get(REPLICA_HEADER)
+        if label is not None:
+            self.replica = label.decode("latin-1")
+
+    def end(self, failure: str | None) -> None:
+        """Record what came of it."""
+        self._load.settle(self, failure)
+
+
+async def served_models(pool: Pool, url: str) -> tuple[list[dict[str, Any]], int]:
+    """Return what a server says about each of its models, and its HTTP status."""
     try:
         response = await pool.fetch("GET", "/v1/models", timeout_s=FETCH_S)
     except FetchError as error:
         raise TailraceError(f"no answer from {url} ({error}): is it running?") from None
     try:
-        return str(orjson.loads(response.body)["data"][0]["id"])
-    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError):
+        served = orjson.loads(response.body)["data"]
+        return [about for about in served if isinstance(about, dict)], response.status
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return [], response.status
+
+
+async def _first_model(pool: Pool, url: str) -> str:
+    served, status = await served_models(pool, url)
+    if not served or "id" not in served[0]:
         raise TailraceError(
-            f"{url} does not say which models it has (/v1/models: HTTP {response.status}); "
-            "give --model"
-        ) from None
+            f"{url} does not say which models it has (/v1/models: HTTP {status}); give --model"
+        )
+    return str(served[0]["id"])
 
 
 async def _calibrate(pool: Pool, model: str, chars_per_token: float | None) -> tuple[float, str]:

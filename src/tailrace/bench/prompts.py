@@ -71,7 +71,7 @@ class PromptWriter:
     def __init__(self, table: RequestTable, words_per_token: float = 1.0, salt: int = 0) -> None:
         self._rows = table.rows
         self._tokens = table.runs["tokens"]
-        self._keys = content_keys(table).run_key
+        self._keys = content_keys(table)
         self._words_per_token = words_per_token
         self._salt = salt
 

@@ -18,6 +18,7 @@ from tailrace.evaluate.measure.metrics import (
     request_times,
     slo_met,
 )
+from tailrace.evaluate.measure.request_results import STATUS_NAMES
 from tailrace.files import atomic_path, check_target
 from tailrace.sim.result import (
     FAILED,
@@ -47,7 +48,6 @@ LOAD_REQUEST = np.dtype(
 )
 #: A generator that is later than this for one request in a hundred distorts what it measures.
 LATE_S = 0.02
-_STATUS_NAMES = ("pending", "finished", "failed")
 
 
 @dataclass(frozen=True)
@@ -161,14 +161,9 @@ class LoadResult:
         return bool(len(late)) and float(np.percentile(late, 99)) > LATE_S
 
 
-def check_target_of(path: Path) -> None:
-    """Refuse a file that is no Parquet, or cannot be written."""
-    check_target(path, (".parquet",))
-
-
 def write(result: LoadResult, path: Path) -> None:
     """Write one row per request to a Parquet file; a time that does not exist is null."""
-    check_target_of(path)
+    check_target(path, (".parquet",))
     rows, done = result.table.rows, result.requests
     times = result.times()
     columns: dict[str, Any] = {
@@ -177,7 +172,7 @@ def write(result: LoadResult, path: Path) -> None:
         "turn": rows["turn"],
         "table_prompt_tokens": rows["prompt_tokens"],
         "table_output_tokens": rows["output_tokens"],
-        "status": pa.array(_STATUS_NAMES).take(pa.array(done["status"])),
+        "status": pa.array(STATUS_NAMES).take(pa.array(done["status"])),
         "failure": _names(result.kinds, done["failure"]),
         "replica": _names(result.labels, done["replica"]),
     }

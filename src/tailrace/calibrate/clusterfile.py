@@ -5,7 +5,7 @@ from pathlib import Path
 from tailrace.calibrate.iteration_fit import FIELDS
 from tailrace.calibrate.result import Calibrated, Calibration
 from tailrace.config import CostModel, Replica
-from tailrace.files import atomic_path
+from tailrace.files import write_text
 
 _HEAD = """\
 # Replicas measured by `tailrace calibrate` ({source}), in the order of the router's backends.
@@ -21,8 +21,7 @@ _OTHERS = tuple(
 
 def write_cluster(calibration: Calibration, path: Path) -> None:
     """Write the cluster; the file appears whole or not at all."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(cluster_toml(calibration), encoding="utf-8")
+    write_text(path, cluster_toml(calibration))
 
 
 def cluster_toml(calibration: Calibration) -> str:

@@ -8,18 +8,16 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import orjson
 
-from tailrace.bench.load import FETCH_S, JSON_LINE, open_pool
+from tailrace.bench.load import FETCH_S, JSON_LINE, StreamedCall, open_pool, served_models
 from tailrace.calibrate.probes import Probe, Reply
 from tailrace.emulate import tokenizer
 from tailrace.errors import TailraceError
-from tailrace.net.client import Call, FetchError, Pool, failure_kind
+from tailrace.net.client import FetchError, Pool
 from tailrace.net.engine_metrics import Snapshot, parse_metrics
-from tailrace.net.heads import ResponseHead
 from tailrace.net.sse import StreamedResponse
 
 PATH = b"/v1/completions"
@@ -44,7 +42,7 @@ class LiveEndpoint:
 
     async def open(self, model: str | None = None) -> None:
         """Find out what the server serves and how it counts tokens."""
-        served = await self._served()
+        served, _ = await served_models(self._pool, self.url)
         known = next((m for m in served if model is None or m.get("id") == model), None)
         if known is None and model is None:
             raise TailraceError(f"{self.url} does not say which models it has; give --model")
@@ -101,48 +99,21 @@ class LiveEndpoint:
         text = tokenizer.words(secrets.randbits(63), 0, words)
         return b'{"prompt":"%b","max_tokens":%d,%b' % (text, probe.outputs, self._options)
 
-    async def _served(self) -> list[dict[str, Any]]:
-        try:
-            response = await self._pool.fetch("GET", "/v1/models", timeout_s=FETCH_S)
-        except FetchError as error:
-            raise TailraceError(f"no answer from {self.url} ({error}): is it running?") from None
-        try:
-            served = orjson.loads(response.body)["data"]
-            return [about for about in served if isinstance(about, dict)]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            return []
 
-
-class _ProbeCall(Call):
+class _ProbeCall(StreamedCall):
     """One request of a probe. The clock of the response is read once per token."""
 
     def __init__(self, pool: Pool, body: bytes) -> None:
-        super().__init__(pool, b"POST", pool.head(b"POST", PATH, len(body), JSON_LINE), body)
+        head = pool.head(b"POST", PATH, len(body), JSON_LINE)
+        super().__init__(pool, head, body, StreamedResponse(self._clock))
         self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.sent_s = 0.0
         self._times_s: list[float] = []
-        self._response = StreamedResponse(self._clock)
         self._failure: str | None = None
 
     def _clock(self) -> float:
         self._times_s.append(time.monotonic())
         return self._times_s[-1]
-
-    def began(self, head: ResponseHead) -> None:
-        """Take the status."""
-        self._response.code = head.status
-
-    def received(self, data: bytes) -> None:
-        """Read events."""
-        self._response.feed(data)
-
-    def ended(self) -> None:
-        """Finish with a complete response."""
-        self.end(self._response.failure())
-
-    def broken(self, why: str, *, connecting: bool) -> None:
-        """Finish with a failure."""
-        self.end(failure_kind(why, connecting=connecting))
 
     def end(self, failure: str | None) -> None:
         """Finish; ``failure``: its kind, None: none."""
@@ -152,7 +123,7 @@ class _ProbeCall(Call):
 
     def reply(self, probe: Probe) -> Reply:
         """Return the measured times of the probe, or its failure."""
-        answer, failure = self._response, self._failure
+        answer, failure = self.answer, self._failure
         times = np.array(self._times_s)
         if failure is None and answer.tokens < probe.outputs:
             failure = f"{answer.tokens} instead of {probe.outputs} tokens"

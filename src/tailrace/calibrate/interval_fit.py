@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from tailrace.calibrate.iteration_fit import (
     FIELDS,
     MAX_KNOTS,
-    MIN_BASE_MS,
     Problem,
     candidate_knots,
     choose_knots,
+    cost_model,
     undetermined_fields,
 )
 from tailrace.config import CostModel
@@ -48,13 +48,11 @@ _ROUNDS = 4
 class Stretches:
     """Measured stretches of time [R] and the iterations [n] they are made of.
 
-    Iteration k belongs to stretch ``row[k]``, ``share[k]`` times (a part of one, or several equal
-    ones). ``requests`` [R] says how often the overhead of a request is in a stretch: 1 for a time
-    to first token, 0 for times between tokens.
+    Iteration k belongs to stretch ``row[k]``. ``requests`` [R] says how often the overhead of a
+    request is in a stretch: 1 for a time to first token, 0 for times between tokens.
     """
 
     row: Ints
-    share: Floats
     tokens: Floats
     """T of the iteration."""
     context: Floats
@@ -66,12 +64,7 @@ class Stretches:
 
     def summed(self, values: Floats) -> Floats:
         """Return the sums [R] of a quantity [n] of the iterations over each stretch."""
-        sums = np.bincount(self.row, self.share * values, minlength=len(self.ms))
-        return sums.astype(np.float64)
-
-    def iterations(self) -> Floats:
-        """Return the number of iterations in each stretch [R]."""
-        return self.summed(np.ones_like(self.tokens))
+        return np.bincount(self.row, values, minlength=len(self.ms)).astype(np.float64)
 
 
 @dataclass(frozen=True)
@@ -115,10 +108,8 @@ class Sums:
 def summed(stretches: Stretches) -> Sums:
     """Sum the iterations of each stretch."""
     parts = stretches
-    fixed = (
-        parts.iterations(), parts.summed(parts.tokens), parts.summed(parts.context),
-        parts.summed(parts.work), parts.requests,
-    )  # fmt: skip
+    each = (np.ones_like(parts.tokens), parts.tokens, parts.context, parts.work)
+    fixed = (*map(parts.summed, each), parts.requests)
     knots = candidate_knots(parts.tokens)
     hinges = [parts.summed(np.maximum(parts.tokens - knot, 0.0)) for knot in knots]
     columns = np.column_stack(hinges) if hinges else np.zeros((len(parts.ms), 0))
@@ -135,13 +126,7 @@ def likeliest(sums: Sums, *, noise_ms: Floats | float = 0.0) -> Fitted:
     return min(found, key=lambda fitted: fitted.surprise)
 
 
-def fit(
-    sums: Sums,
-    *,
-    noise_ms: Floats | float = 0.0,
-    max_knots: int = MAX_KNOTS,
-    form: float = SYSTEMATIC,
-) -> Fitted:
+def fit(sums: Sums, *, noise_ms: Floats | float = 0.0, form: float = SYSTEMATIC) -> Fitted:
     """Fit the model by non-negative least squares on relative errors, outliers counting less.
 
     ``noise_ms`` (of each stretch [R], or of all) is what repeats differ by: times that are mostly
@@ -158,43 +143,31 @@ def fit(
     for _ in range(_ROUNDS):
         w = weight * trust
         weighted = matrix * w[:, None]
-        columns, values = _solved(weighted, sums.ms * w, len(sums.knots), max_knots, form)
+        columns, values = _solved(weighted, sums.ms * w, len(sums.knots), form)
         predicted = matrix[:, columns] @ values
         off = np.abs(predicted - sums.ms) * weight
         usual = max(1.4826 * float(np.median(off)), PRECISION)
         trust = np.minimum(1.0, HUBER * usual / np.maximum(off, 1e-12))
-    slopes = [
-        (sums.knots[c - FIXED], float(v))
-        for c, v in zip(columns, values, strict=True)
-        if c >= FIXED
-    ]
-    model = CostModel(
-        base_ms=max(float(values[0]), MIN_BASE_MS),
-        per_token_ms=float(values[1]),
-        knots=tuple((knot, slope) for knot, slope in sorted(slopes) if slope > 0.0),
-        per_context_ms=float(values[2]),
-        per_prefill_ms=float(values[3]),
-    )
+    knots = [sums.knots[c - FIXED] for c in columns[FIXED:]]
+    model = cost_model(values, knots, values[FIXED:])
     # A request that asks for nothing but its overhead says nothing about the model.
     unknown = undetermined_fields(sums.fixed[:, : len(FIELDS)] * weight[:, None])
     rms = float(np.sqrt(np.mean((off * trust) ** 2)))
     errors = _uncertainty(matrix[:, columns] * (weight * trust)[:, None], values, rms)
-    names = (*FIELDS, OVERHEAD, *(f"knot {sums.knots[c - FIXED]:g}" for c in columns[FIXED:]))
+    names = (*FIELDS, OVERHEAD, *(f"knot {knot:g}" for knot in knots))
     known = {n: float(e) for n, e in zip(names, errors, strict=True) if np.isfinite(e)}
     surprise = float((np.minimum(off / form, GROSS) ** 2 - 2 * np.log(weight / form)).sum())
     overhead_ms = float(values[FIXED - 1])
     return Fitted(model, overhead_ms, predicted, known, unknown, form, surprise)
 
 
-def _solved(
-    matrix: Floats, target: Floats, knots: int, most: int, form: float
-) -> tuple[list[int], Floats]:
+def _solved(matrix: Floats, target: Floats, knots: int, form: float) -> tuple[list[int], Floats]:
     """Return the columns used and their coefficients; the number of knots is that of least BIC."""
     problem = Problem(matrix, target)
     always = list(range(FIXED))
     rows = len(target)
     best: tuple[float, list[int], Floats] | None = None
-    for count in range(most + 1):
+    for count in range(MAX_KNOTS + 1):
         chosen = sorted(choose_knots(problem, FIXED, knots, count)) if count else []
         if len(chosen) < count:
             break

@@ -108,16 +108,22 @@ def fit_iterations(
     problem = Problem(np.column_stack([linear, *hinges]) * weight[:, None], times * weight)
     chosen = choose_knots(problem, len(FIELDS), len(knots), min(max_knots, MAX_KNOTS))
     values, _ = problem.solve([*range(len(FIELDS)), *chosen])
-    slopes = zip((knots[j - len(FIELDS)] for j in chosen), values[len(FIELDS) :], strict=True)
-    model = CostModel(
-        base_ms=max(float(values[0]), MIN_BASE_MS),
-        per_token_ms=float(values[1]),
-        knots=tuple((knot, float(slope)) for knot, slope in sorted(slopes) if slope > 0.0),
-        per_context_ms=float(values[2]),
-        per_prefill_ms=float(values[3]),
-    )
+    model = cost_model(values, [knots[j - len(FIELDS)] for j in chosen], values[len(FIELDS) :])
     off = np.abs(predicted_ms(model, total, before, work) / times - 1.0)
     return FitResult(model, _errors(kind, off), undetermined_fields(linear * weight[:, None]))
+
+
+def cost_model(fields: Floats, knots: Sequence[float], slopes: Floats) -> CostModel:
+    """Return the model of the coefficients of FIELDS and of the knots; those of no slope go."""
+    base_ms, per_token_ms, per_context_ms, per_prefill_ms = fields[: len(FIELDS)].tolist()
+    found = sorted(zip(knots, slopes.tolist(), strict=True))
+    return CostModel(
+        base_ms=max(base_ms, MIN_BASE_MS),
+        per_token_ms=per_token_ms,
+        knots=tuple((knot, slope) for knot, slope in found if slope > 0.0),
+        per_context_ms=per_context_ms,
+        per_prefill_ms=per_prefill_ms,
+    )
 
 
 def _checked(*columns: ArrayLike) -> tuple[Floats, Floats, Floats, Floats]:

@@ -268,7 +268,6 @@ def stretches(measurements: Sequence[Measurement], budget: int) -> Stretches:
     number, tokens, contexts, work = np.array(rows, np.float64).reshape(-1, 4).T
     return Stretches(
         row=number.astype(np.int64),
-        share=np.ones(len(rows)),
         tokens=tokens,
         context=contexts,
         work=work,

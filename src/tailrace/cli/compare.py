@@ -1,28 +1,15 @@
 """``tailrace compare``: many policies on identical arrivals."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import (
-    SEED,
-    SectionedCommand,
-    SectionOption,
-    jobs_option,
-    json_option,
-    quiet_option,
-    scenario_options,
-    take_scenario,
-    warmup_option,
-)
+from tailrace.cli import console, names, options
+from tailrace.cli.options import OUTPUT, PLOT, SEED, F, option
 
 if TYPE_CHECKING:
     from tailrace.config import Scenario
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 ALL = "all"
 SIM, VIDUR = "sim", "vidur"
@@ -42,34 +29,34 @@ def vidur_engine(function: F) -> F:
     return function
 
 
-@click.command("compare", cls=SectionedCommand)
+@options.command("compare")
 @vidur_engine
-@scenario_options
-@click.option(
-    "-p", "--policy", "policies", multiple=True, cls=SectionOption, shell_complete=names.policies,
+@options.scenario_options
+@option(
+    "-p", "--policy", "policies", multiple=True, shell_complete=names.policies,
     help="Policy to compare: a name, a file, or `all` for the built-in ones; may be repeated. "
     "[default: all]",
 )  # fmt: skip
-@click.option(
-    "--reference", default="least_outstanding", show_default=True, cls=SectionOption,
-    shell_complete=names.policies, help="Policy the others are set against.",
+@option(
+    "--reference", default="least_outstanding", shell_complete=names.policies,
+    help="Policy the others are set against.",
 )  # fmt: skip
-@click.option(
-    "--seeds", "seed_count", type=click.IntRange(1, 10_000), default=5, show_default=True,
-    cls=SectionOption, metavar="N", help="How many seeds, that is, different traffic.",
+@option(
+    "--seeds", "seed_count", type=click.IntRange(1, 10_000), default=5, metavar="N",
+    help="How many seeds, that is, different traffic.",
 )  # fmt: skip
-@click.option(
-    "--seed", "first_seed", type=SEED, cls=SectionOption,
+@option(
+    "--seed", "first_seed", type=SEED,
     help="The first of the seeds. [default: the first tuning seed; evaluation has its own]",
 )  # fmt: skip
-@jobs_option
-@click.option(
-    "--plot", type=click.Path(path_type=Path), cls=SectionOption, section="Output", metavar="FILE",
+@options.jobs
+@option(
+    "--plot", type=PLOT, section=OUTPUT,
     help="Draw the comparison; FILE ends in .png, .svg or .pdf. Needs tailrace[plots].",
 )  # fmt: skip
-@warmup_option
-@json_option
-@quiet_option
+@options.warmup
+@options.json
+@options.quiet
 def command(
     policies: tuple[str, ...],
     reference: str,
@@ -78,8 +65,6 @@ def command(
     jobs: int | None,
     plot: Path | None,
     warmup: float,
-    as_json: bool,
-    quiet: bool,
     **settings: Any,
 ) -> None:
     """Run many policies on the same requests, and rank them by cost."""
@@ -87,13 +72,12 @@ def command(
     if engine in (SIM, VIDUR):
         settings["engine__engine"] = None
     few = engine == VIDUR and settings["workload__requests"] is None
-    scenario = take_scenario(settings)
+    scenario = options.take_scenario(settings)
     from tailrace.evaluate.judge.compare import compare
     from tailrace.evaluate.measure.runner import default_policies, policy_for
-    from tailrace.files import check_target
     from tailrace.saturation import with_capacity
     from tailrace.seeds import Purpose, seeds
-    from tailrace.terminal.plots import PLOT_SUFFIXES, plot_comparison
+    from tailrace.terminal.plots import plot_comparison
     from tailrace.terminal.tables import print_comparison
 
     notes: list[str] = []
@@ -116,8 +100,6 @@ def command(
     with console.own_output():
         for name in (*chosen, reference):
             policy_for(scenario, name)
-    if plot is not None:
-        check_target(plot, PLOT_SUFFIXES)
     if first_seed is None:
         numbers = seeds(Purpose.TUNING, seed_count)
     else:
@@ -127,20 +109,15 @@ def command(
         notes.append(f"left out {where}: {', '.join(left_out)}")
     for note in notes:
         click.echo(note, err=True)
-    show = not (as_json or quiet)
-    with console.progress("measuring capacity", enabled=show):
+    with console.progress("measuring capacity"):
         scenario = with_capacity(scenario)
-    total = len({*chosen, reference}) * seed_count
-    with console.own_output(), console.progress("simulating", total, enabled=show) as update:
+    with console.progress("simulating", len({*chosen, reference}) * seed_count) as update:
         comparison = (in_vidur.compare if engine == VIDUR else compare)(
             scenario, chosen, numbers, jobs, update, reference=reference, warmup_fraction=warmup
         )
     if plot is not None:
         plot_comparison(comparison, plot)
-    if as_json:
-        console.print_json(comparison)
-    else:
-        print_comparison(console.stdout(), comparison)
+    console.show(comparison, lambda screen: print_comparison(screen, comparison))
 
 
 def _for_vidur(scenario: "Scenario", few: bool) -> "tuple[Scenario, list[str]]":
@@ -152,7 +129,6 @@ def _for_vidur(scenario: "Scenario", few: bool) -> "tuple[Scenario, list[str]]":
     require()
     scenario, notes = nearest(scenario)
     if few and scenario.workload.requests > DEFAULT_REQUESTS:
-        workload = scenario.workload.model_copy(update={"requests": DEFAULT_REQUESTS})
-        scenario = scenario.model_copy(update={"workload": workload})
+        scenario = scenario.with_workload(requests=DEFAULT_REQUESTS)
         notes = [*notes, f"vidur is slow: {DEFAULT_REQUESTS} requests; --requests gives more"]
     return scenario, notes

@@ -6,14 +6,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from tailrace.errors import TailraceError
+from tailrace.files import dumps
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+T = TypeVar("T")
 
 #: Width of tables that go to a file or a pipe.
 PIPE_WIDTH = 120
@@ -31,13 +34,6 @@ def stdout() -> "Console":
     return Console(file=sys.stdout, width=width, highlight=False)
 
 
-@contextmanager
-def own_output() -> Iterator[None]:
-    """Send what a user's policy prints to standard error: the other belongs to results."""
-    with redirect_stdout(sys.stderr):
-        yield
-
-
 def need(*modules: str, extra: str, what: str) -> None:
     """Raise unless these modules are installed; a package extra brings them."""
     for module in modules:
@@ -45,49 +41,72 @@ def need(*modules: str, extra: str, what: str) -> None:
             raise TailraceError(f"{what} needs {module}: pip install 'tailrace[{extra}]'")
 
 
-def print_json(value: Any) -> None:
-    """Write a result as JSON to standard output."""
-    from tailrace.files import dumps
+def remember(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+    """Callback of ``--json`` and ``--quiet``: what follows in this module asks for them."""
+    ctx.meta[f"{__name__}.{param.name}"] = given
 
-    click.echo(dumps(value))
+
+def _given(name: str) -> bool:
+    ctx = click.get_current_context(silent=True)
+    return ctx is not None and bool(ctx.meta.get(f"{__name__}.{name}"))
+
+
+def is_quiet() -> bool:
+    """Whether the command is to say nothing but its result."""
+    return _given("quiet") or _given("json")
+
+
+def show(
+    result: T, table: "Callable[[Console], None]", as_json: Callable[[T], str] = dumps
+) -> None:
+    """Print a result: as JSON if ``--json`` was given, else for people, by ``table``."""
+    if _given("json"):
+        click.echo(as_json(result))
+    else:
+        table(stdout())
 
 
 @contextmanager
-def progress(
-    label: str, total: int | None = None, *, enabled: bool = True
-) -> Iterator[Callable[[int], None]]:
+def own_output() -> Iterator[None]:
+    """Send what a user's policy prints to standard error: the other belongs to results."""
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+@contextmanager
+def progress(label: str, total: int | None = None) -> Iterator[Callable[..., None]]:
     """Show a bar on standard error once the work has taken a second; yields ``update(done)``.
 
-    Nothing is shown if standard error is not a terminal.
+    ``update()`` is one more done. Nothing is shown if the command is quiet or standard error is not
+    a terminal. What a user's policy prints meanwhile goes to standard error.
     """
-    if not (enabled and sys.stderr.isatty()):
-        yield lambda _: None
+    if is_quiet() or not sys.stderr.isatty():
+        with own_output():
+            yield lambda _=None: None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-    )
 
-    bar = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+    bar = rich.Progress(
+        rich.SpinnerColumn(),
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
         console=Console(file=sys.stderr),
         transient=True,
     )
     task = bar.add_task(label, total=total)
+
+    def update(done: int | None = None) -> None:
+        bar.update(task, completed=done, advance=1 if done is None else None)
+
     timer = threading.Timer(PATIENCE_S, bar.start)
     timer.daemon = True
     timer.start()
     try:
-        yield lambda done: bar.update(task, completed=done)
+        with own_output():
+            yield update
     finally:
         timer.cancel()
         timer.join()

@@ -5,20 +5,12 @@ import gc
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import (
-    OUTPUT,
-    SEED,
-    SectionedCommand,
-    SectionOption,
-    section_options,
-    take_scenario,
-)
+from tailrace.cli import console, names, options
+from tailrace.cli.options import FILE, OUTPUT, SEED, option, section_options
 from tailrace.config import Cluster, Replica
 from tailrace.errors import TailraceError
 
@@ -28,92 +20,61 @@ if TYPE_CHECKING:
 _PORT = click.IntRange(0, 65_535)
 
 
-def _replica_options(function: Any) -> Any:
-    title = "Replicas (of every kind; --speeds for different ones)"
-    return section_options(function, title, "replica", Replica)
-
-
-@click.command("emulate", cls=SectionedCommand)
-@click.option(
-    "--scenario", metavar="NAME", cls=SectionOption, shell_complete=names.scenarios,
+@options.command("emulate")
+@option(
+    "--scenario", metavar="NAME", shell_complete=names.scenarios,
     help="The cluster of a shipped scenario (see `tailrace scenarios`).",
 )  # fmt: skip
-@click.option(
-    "--cluster", "--config", "config", metavar="FILE", cls=SectionOption,
-    type=click.Path(path_type=Path), help="A cluster from a TOML file ([[cluster.replicas]]).",
+@option(
+    "--cluster", "--config", "config", type=FILE,
+    help="A cluster from a TOML file ([[cluster.replicas]]).",
 )  # fmt: skip
-@click.option(
-    "--speeds", metavar="A,B,...", cls=SectionOption,
+@option(
+    "--speeds", metavar="A,B,...",
     help="One replica for each of these relative speeds, e.g. 1.5,1,1,0.6.",
 )  # fmt: skip
-@_replica_options
-@click.option(
-    "--host", default="127.0.0.1", show_default=True, cls=SectionOption,
-    help="Address to listen on.",
-)  # fmt: skip
-@click.option(
-    "--port", type=_PORT, default=8001, show_default=True, cls=SectionOption,
+@section_options("Replicas (of every kind; --speeds for different ones)", "replica", Replica)
+@option("--host", default="127.0.0.1", help="Address to listen on.")
+@option(
+    "--port", type=_PORT, default=8001,
     help="Port of the first replica, the others follow; 0: any free ports.",
 )  # fmt: skip
-@click.option(
-    "--time-scale", type=click.FloatRange(1e-3, 1e3), default=1.0, show_default=True,
-    cls=SectionOption, help="Real seconds per emulated second: 0.1 is ten times as fast.",
+@option(
+    "--time-scale", type=click.FloatRange(1e-3, 1e3), default=1.0,
+    help="Real seconds per emulated second: 0.1 is ten times as fast.",
 )  # fmt: skip
-@click.option(
-    "--model", default="emulated", show_default=True, cls=SectionOption,
-    help="Name of the model that is served.",
-)  # fmt: skip
-@click.option(
-    "--max-model-len", type=click.IntRange(2), cls=SectionOption,
+@option("--model", default="emulated", help="Name of the model that is served.")
+@option(
+    "--max-model-len", "max_tokens", type=click.IntRange(2),
     help="Most tokens of prompt and answer; default: what the KV cache holds.",
 )  # fmt: skip
-@click.option(
-    "--seed", type=SEED, default=0, show_default=True, cls=SectionOption,
-    help="Seed of answers and of lengths nobody asked for.",
-)  # fmt: skip
-@click.option(
-    "--faults", is_flag=True, cls=SectionOption,
-    help="Open an admin port through which replicas can be made to fail.",
-)  # fmt: skip
-@click.option(
-    "--admin-port", type=_PORT, default=0, show_default=True, cls=SectionOption,
-    help="Port of --faults; 0: any free port.",
-)  # fmt: skip
-@click.option(
-    "--old-metric-names", is_flag=True, cls=SectionOption,
+@option("--seed", type=SEED, default=0, help="Seed of answers and of lengths nobody asked for.")
+@option(
+    "--faults", is_flag=True, help="Open an admin port through which replicas can be made to fail."
+)
+@option("--admin-port", type=_PORT, default=0, help="Port of --faults; 0: any free port.")
+@option(
+    "--old-metric-names", is_flag=True,
     help="Call the KV gauge vllm:gpu_cache_usage_perc, as old servers do.",
 )  # fmt: skip
-@click.option(
-    "--tokens-per-event", type=click.IntRange(1, 1000), default=1, show_default=True,
-    cls=SectionOption, help="Tokens in one event of a stream, after its first, as of a busy vLLM.",
+@option(
+    "--tokens-per-event", type=click.IntRange(1, 1000), default=1,
+    help="Tokens in one event of a stream, after its first, as of a busy vLLM.",
 )  # fmt: skip
-@click.option(
-    "--duration", type=click.FloatRange(0), metavar="S", cls=SectionOption,
+@option(
+    "--duration", type=click.FloatRange(0), metavar="S",
     help="Stop after so many seconds; default: on Ctrl-C.",
 )  # fmt: skip
-@click.option(
-    "--json", "as_json", is_flag=True, cls=SectionOption, section=OUTPUT,
+@option(
+    "--json", "as_json", is_flag=True, section=OUTPUT,
     help="Print the addresses as one line of JSON.",
 )  # fmt: skip
 def command(
-    speeds: str | None,
-    host: str,
-    port: int,
-    time_scale: float,
-    model: str,
-    max_model_len: int | None,
-    seed: int,
-    faults: bool,
-    admin_port: int,
-    old_metric_names: bool,
-    tokens_per_event: int,
-    duration: float | None,
-    as_json: bool,
-    **settings: Any,
+    speeds: str | None, port: int, duration: float | None, as_json: bool, **given: Any
 ) -> None:
     """Run emulated vLLM servers until Ctrl-C."""
     console.need("httptools", "orjson", "uvloop", "xxhash", extra="serve", what="tailrace emulate")
-    cluster = take_scenario(settings | {"assignments": ()}).cluster
+    cluster = options.take_scenario(given).cluster
     if speeds is not None:
         cluster = _with_speeds(cluster, speeds)
     from tailrace.emulate.emulator import Emulator
@@ -121,19 +82,7 @@ def command(
 
     if port and port + cluster.size - 1 > 65_535:
         raise TailraceError(f"{cluster.size} replicas need ports up to {port + cluster.size - 1}")
-    emulator = Emulator(
-        cluster,
-        host=host,
-        port=port,
-        time_scale=time_scale,
-        model=model,
-        max_tokens=max_model_len,
-        seed=seed,
-        faults=faults,
-        admin_port=admin_port,
-        old_metric_names=old_metric_names,
-        tokens_per_event=tokens_per_event,
-    )
+    emulator = Emulator(cluster, port=port, **given)  # the other options, by the same names
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import (
-    SectionedCommand,
-    SectionOption,
-    jobs_option,
-    json_option,
-    quiet_option,
-    workers_option,
-)
+from tailrace.cli import console, names, options
+from tailrace.cli.options import FILE, OUTPUT, option
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
@@ -26,90 +19,73 @@ DEFAULT_SUITE = "standard"
 DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
 
 
-def _suites(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[str]:
-    from tailrace.evaluate.judge.suite import suite_names
-
-    return [name for name in suite_names() if name.startswith(incomplete)]
-
-
-@click.command("evaluate", cls=SectionedCommand)
-@click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option(
-    "--all-checkpoints", is_flag=True, cls=SectionOption,
+@options.command("evaluate")
+@click.argument("run", required=False, type=FILE)
+@option(
+    "--all-checkpoints", is_flag=True,
     help="Rank every checkpoint of the training run RUN on the run's scenarios.",
 )  # fmt: skip
-@click.option(
-    "--suite", metavar="NAME", cls=SectionOption, shell_complete=_suites,
+@option(
+    "--suite", metavar="NAME", shell_complete=names.suites,
     help=f"Scenarios to run: standard or holdout. [default: {DEFAULT_SUITE}]",
 )  # fmt: skip
-@click.option(
-    "--scenario", "scenario_names", metavar="NAME", multiple=True, cls=SectionOption,
-    shell_complete=names.scenarios,
+@option(
+    "--scenario", "scenario_names", metavar="NAME", multiple=True, shell_complete=names.scenarios,
     help="Scenario (name or .toml file) instead of a suite; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "-p", "--policy", "policies", multiple=True, cls=SectionOption, shell_complete=names.policies,
+@option(
+    "-p", "--policy", "policies", multiple=True, shell_complete=names.policies,
     help="Policy under test; may be repeated, the first makes the headline. [default: tailrace]",
 )  # fmt: skip
-@click.option(
-    "--against", multiple=True, cls=SectionOption, metavar="NAME",
+@option(
+    "--against", multiple=True, metavar="NAME",
     help="Baselines: all, rules, tuned, learned, look-ahead, none, or a policy; may be repeated. "
     "[default: all; with --all-checkpoints all but look-ahead; with --scenario the best known]",
 )  # fmt: skip
-@click.option(
-    "--seeds", "seed_count", type=click.IntRange(1, 10_000), cls=SectionOption, metavar="N",
+@option(
+    "--seeds", "seed_count", type=click.IntRange(1, 10_000), metavar="N",
     help=f"How many seeds. [default: {DEFAULT_SEEDS}; with --all-checkpoints "
     f"{DEFAULT_RANKING_SEEDS}]",
 )  # fmt: skip
-@click.option(
-    "--first-seed", type=click.IntRange(0, 100_000_000), default=0, show_default=True,
-    cls=SectionOption, metavar="N",
+@option(
+    "--first-seed", type=click.IntRange(0, 100_000_000), default=0, metavar="N",
     help="Begin with the N-th of the seeds: once results were looked at, judge what was changed "
     "since then on others.",
 )  # fmt: skip
-@click.option(
-    "--selection-seeds", type=click.IntRange(1, 10_000), default=5, show_default=True,
-    cls=SectionOption, metavar="N", help="How many tuning seeds choose the best rules.",
+@option(
+    "--selection-seeds", type=click.IntRange(1, 10_000), default=5, metavar="N",
+    help="How many tuning seeds choose the best rules.",
 )  # fmt: skip
-@click.option(
-    "--purpose", type=click.Choice(["evaluation", "tuning"]), cls=SectionOption,
+@option(
+    "--purpose", type=click.Choice(["evaluation", "tuning"]),
     help="Which seeds to measure on. [default: evaluation; with --all-checkpoints tuning]",
 )  # fmt: skip
-@click.option(
-    "--requests", type=click.IntRange(1, 50_000_000), cls=SectionOption, metavar="N",
+@option(
+    "--requests", type=click.IntRange(1, 50_000_000), metavar="N",
     help="Requests of every cell. [default: the scenario's, 10 000 or more]",
 )  # fmt: skip
-@click.option(
-    "--warmup", type=click.FloatRange(0, 1, max_open=True), default=0.1, show_default=True,
-    cls=SectionOption, metavar="SHARE", help="Share of the first requests left out.",
+@option(
+    "--warmup", type=click.FloatRange(0, 1, max_open=True), default=0.1, metavar="SHARE",
+    help="Share of the first requests left out.",
 )  # fmt: skip
-@click.option(
-    "--ttft-limit-s", type=click.FloatRange(0, 1e9, min_open=True), default=30.0,
-    show_default=True, cls=SectionOption, metavar="SECONDS",
+@option(
+    "--ttft-limit-s", type=click.FloatRange(0, 1e9, min_open=True), default=30.0, metavar="SECONDS",
     help="Hard limit: longer waits for a first token are counted.",
 )  # fmt: skip
-@jobs_option
-@workers_option
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), cls=SectionOption, section="Output",
-    metavar="FOLDER",
+@options.jobs
+@options.workers
+@option(
+    "-o", "--output", type=FILE, section=OUTPUT, metavar="FOLDER",
     help="Keep cells, results.parquet and results.json there; the same command goes on where it "
     "was interrupted.",
 )  # fmt: skip
-@click.option(
-    "--write-shipped", is_flag=True, hidden=True, cls=SectionOption,
+@option(
+    "--write-shipped", is_flag=True, hidden=True,
     help="For maintainers: record the best rules of the suite in the package.",
 )  # fmt: skip
-@json_option
-@quiet_option
-def command(
-    output: Path | None,
-    jobs: int | None,
-    write_shipped: bool,
-    as_json: bool,
-    quiet: bool,
-    **given: Any,
-) -> None:
+@options.json
+@options.quiet
+def command(output: Path | None, jobs: int | None, write_shipped: bool, **given: Any) -> None:
     """Measure policies on a suite of scenarios against the best rules there are.
 
     All policies meet the very same requests. The best single rule and the best rule of each
@@ -121,12 +97,11 @@ def command(
     from tailrace.evaluate.judge.suite import evaluate
     from tailrace.terminal.evaluations import print_evaluation
 
-    show = not (as_json or quiet)
-    with console.own_output(), console.progress("measuring capacity", enabled=show):
+    with console.progress("measuring capacity"):
         plan = plan_of(**given)
     with _folder(output) as folder, _interruptible(plan, output) as note:
         total = sum(batch.size for batch in plan.batches)
-        with console.own_output(), console.progress("simulating", total, enabled=show) as update:
+        with console.progress("simulating", total) as update:
 
             def progress(done: int, kept: int) -> None:
                 note(done, kept)
@@ -138,11 +113,10 @@ def command(
     if write_shipped:
         of_each = dict(zip(found.grid.scenarios, found.best_of_each, strict=True))
         baselines.record_best(plan.suite, found.best_single, of_each)
-    if as_json:
-        click.echo(results.as_text(results.results_of(found)))
-        return
-    print_evaluation(console.stdout(), found)
-    if output is not None and not quiet:
+    console.show(
+        results.results_of(found), lambda screen: print_evaluation(screen, found), results.as_text
+    )
+    if output is not None and not console.is_quiet():
         click.echo(f"written to {output / results.PARQUET} and {output / results.JSON}", err=True)
 
 

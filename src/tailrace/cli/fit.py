@@ -1,83 +1,66 @@
 """``tailrace fit``: a cost model from profiles of a device and model."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from tailrace.cli import console
-from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, json_option
+from tailrace.cli import console, options
+from tailrace.cli.options import FILE, GENERAL, OUTPUT, F, FileType, option
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tailrace.calibrate.iteration_fit import FitResult
     from tailrace.config import CostModel
 
-_FILE = click.Path(path_type=Path)
+
+def profile_options(section: str, *, required: bool) -> Callable[[F], F]:
+    """Add the options that name profiles in Vidur's layout, and the model they are of."""
+    where: dict[str, Any] = {"type": FILE, "section": section}
+    return options.all_of(
+        option("--mlp", required=required, help="Vidur's mlp.csv (or .xz).", **where),
+        option("--attention", required=required, help="Vidur's attention.csv (or .xz).", **where),
+        option(
+            "--layers", type=click.IntRange(1, 10_000), required=required, section=section,
+            help="Layers of the model.",
+        ),
+        option(
+            "--tensor-parallel", type=click.IntRange(1, 64), default=1, section=section,
+            help="Devices the model is split over.",
+        ),
+        option(
+            "--all-reduce", "all_reduce_csv", **where,
+            help="Vidur's all_reduce.csv (or .xz); needed if the model is split.",
+        ),
+    )  # fmt: skip
 
 
-@click.command("fit", cls=SectionedCommand)
-@click.option("--mlp", type=_FILE, required=True, metavar="FILE", help="Vidur's mlp.csv (or .xz).")
-@click.option(
-    "--attention", type=_FILE, required=True, metavar="FILE", help="Vidur's attention.csv (or .xz)."
-)
-@click.option(
-    "--layers", type=click.IntRange(1, 10_000), required=True, help="Layers of the model."
-)
-@click.option(
-    "--tensor-parallel", type=click.IntRange(1, 64), default=1, show_default=True,
-    help="Devices the model is split over.",
-)  # fmt: skip
-@click.option(
-    "--all-reduce", type=_FILE, metavar="FILE",
-    help="Vidur's all_reduce.csv (or .xz); needed if the model is split.",
-)  # fmt: skip
-@click.option(
-    "--max-tokens", type=click.IntRange(1, 2**20), default=4096, show_default=True,
+@options.command("fit")
+@profile_options(GENERAL, required=True)
+@option(
+    "--max-tokens", type=click.IntRange(1, 2**20), default=4096,
     help="Leave out batches of more tokens.",
 )  # fmt: skip
-@click.option(
-    "--block-size", type=click.IntRange(1, 4096), default=16, show_default=True,
+@option(
+    "--block-size", type=click.IntRange(1, 4096), default=16,
     help="Take the profile of this KV block size.",
 )  # fmt: skip
-@click.option(
-    "-o", "--out", type=_FILE, metavar="FILE", cls=SectionOption, section=OUTPUT,
+@option(
+    "-o", "--out", type=FileType(".toml"), section=OUTPUT,
     help="Write the cost model as a TOML file for --config.",
 )  # fmt: skip
-@json_option
-def command(
-    mlp: Path,
-    attention: Path,
-    layers: int,
-    tensor_parallel: int,
-    all_reduce: Path | None,
-    max_tokens: int,
-    block_size: int,
-    out: Path | None,
-    as_json: bool,
-) -> None:
+@options.json
+def command(out: Path | None, **given: Any) -> None:
     """Fit the cost model to profiling tables in Vidur's layout, and print its error."""
     from tailrace.calibrate.iteration_fit import fit_profiles
-    from tailrace.files import atomic_path, check_target
+    from tailrace.files import write_text
 
+    fitted = fit_profiles(given.pop("mlp"), given.pop("attention"), **given)
     if out is not None:
-        check_target(out, (".toml",))
-    fitted = fit_profiles(
-        mlp,
-        attention,
-        layers=layers,
-        tensor_parallel=tensor_parallel,
-        all_reduce_csv=all_reduce,
-        max_tokens=max_tokens,
-        block_size=block_size,
-    )
-    if out is not None:
-        with atomic_path(out) as temporary:
-            temporary.write_text(cost_toml(fitted.model), encoding="utf-8")
-    if as_json:
-        console.print_json(fitted)
-        return
-    _print_errors(fitted)
-    click.echo(cost_toml(fitted.model), nl=False)
+        write_text(out, cost_toml(fitted.model))
+    console.show(fitted, lambda screen: _print(screen, fitted))
 
 
 def cost_toml(model: "CostModel") -> str:
@@ -89,7 +72,7 @@ def cost_toml(model: "CostModel") -> str:
     return "\n".join([*head, *lines, f"knots = [{knots}]", ""])
 
 
-def _print_errors(fitted: "FitResult") -> None:
+def _print(screen: "Console", fitted: "FitResult") -> None:
     from tailrace.terminal.listings import print_listing
 
     rows = [
@@ -97,7 +80,7 @@ def _print_errors(fitted: "FitResult") -> None:
         for regime, e in fitted.errors.items()
     ]
     headings = ("iterations", "count", "mean error", "largest error")
-    print_listing(console.stdout(), headings, rows)
+    print_listing(screen, headings, rows)
     if fitted.undetermined:
         click.echo(f"The profiles say nothing about {', '.join(fitted.undetermined)}.")
-    click.echo()
+    click.echo(f"\n{cost_toml(fitted.model)}", nl=False)

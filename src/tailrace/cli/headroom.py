@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import (
-    SEED,
-    SectionedCommand,
-    SectionOption,
-    json_option,
-    quiet_option,
-)
+from tailrace.cli import console, names, options
+from tailrace.cli.options import FILE, OUTPUT, PLOT, SEED, SectionedCommand, SectionOption, option
 from tailrace.config import load_toml, parse
 from tailrace.errors import TailraceError
 
@@ -29,11 +23,11 @@ def _reward_options() -> tuple[click.Option, ...]:
     """One option per setting of a reward, described by the setting itself."""
     from tailrace.env.reward import RewardSettings
 
-    options = []
+    found = []
     for field, info in RewardSettings.model_fields.items():
         text = " ".join((info.description or "").split())
         default = "none" if info.default is None else info.default
-        options.append(
+        found.append(
             SectionOption(
                 [f"--reward-{field.replace('_', '-')}", f"{SECTION}__{field}"],
                 type=click.STRING if info.annotation is str else click.FLOAT,
@@ -41,7 +35,7 @@ def _reward_options() -> tuple[click.Option, ...]:
                 section="Reward",
             )
         )
-    return tuple(options)
+    return tuple(found)
 
 
 class RewardCommand(SectionedCommand):
@@ -54,34 +48,33 @@ class RewardCommand(SectionedCommand):
 
 @click.command("headroom", cls=RewardCommand)
 @click.argument("policies", nargs=-1, metavar="[POLICY]...")
-@click.option(
-    "--scenario", "scenario_names", multiple=True, default=("demo",), show_default=True,
-    metavar="NAME", cls=SectionOption, shell_complete=names.scenarios,
+@option(
+    "--scenario", "scenario_names", multiple=True, default=("demo",), metavar="NAME",
+    shell_complete=names.scenarios,
     help="Shipped scenario, or a scenario's .toml file; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--requests", type=click.IntRange(2, 1_000_000), default=1000, show_default=True,
-    cls=SectionOption, metavar="N", help="Requests per seed.",
+@option(
+    "--requests", type=click.IntRange(2, 1_000_000), default=1000, metavar="N",
+    help="Requests per seed.",
 )  # fmt: skip
-@click.option(
-    "--seeds", "seed_count", type=click.IntRange(1, 1000), default=3, show_default=True,
-    cls=SectionOption, metavar="N", help="How many seeds, that is, different traffic.",
+@option(
+    "--seeds", "seed_count", type=click.IntRange(1, 1000), default=3, metavar="N",
+    help="How many seeds, that is, different traffic.",
 )  # fmt: skip
-@click.option(
-    "--seed", "first_seed", type=SEED, cls=SectionOption,
+@option(
+    "--seed", "first_seed", type=SEED,
     help="The first of the seeds. [default: the first training seed; others are refused]",
 )  # fmt: skip
-@click.option(
-    "--reward", "reward_file", type=click.Path(path_type=Path), metavar="FILE", cls=SectionOption,
-    section="Reward",
+@option(
+    "--reward", "reward_file", type=FILE, section="Reward",
     help="Settings of the reward from a TOML file, at its top or in its table [reward].",
 )  # fmt: skip
-@click.option(
-    "--plot", type=click.Path(path_type=Path), cls=SectionOption, section="Output", metavar="FILE",
+@option(
+    "--plot", type=PLOT, section=OUTPUT,
     help="Draw reward and cost; FILE ends in .png, .svg or .pdf. Needs tailrace[plots].",
 )  # fmt: skip
-@json_option
-@quiet_option
+@options.json
+@options.quiet
 def command(
     policies: tuple[str, ...],
     scenario_names: tuple[str, ...],
@@ -90,8 +83,6 @@ def command(
     first_seed: int | None,
     reward_file: Path | None,
     plot: Path | None,
-    as_json: bool,
-    quiet: bool,
     **settings: Any,
 ) -> None:
     """Play all rules, both look-aheads and POLICY files under a reward, and judge the reward.
@@ -101,44 +92,24 @@ def command(
     reward = _take_reward(reward_file, settings)
     from tailrace import scenario as scenarios
     from tailrace.evaluate.search.headroom import headroom, players
-    from tailrace.files import check_target
     from tailrace.seeds import Purpose, require
     from tailrace.seeds import seeds as registered
-    from tailrace.terminal.headrooms import plot_headroom, print_headroom
-    from tailrace.terminal.plots import PLOT_SUFFIXES
+    from tailrace.terminal.headrooms import plot_headroom, print_headrooms
 
     found_scenarios = [scenarios.load(name) for name in dict.fromkeys(scenario_names)]
     if first_seed is None:
         seeds = registered(Purpose.TRAINING, seed_count)
     else:
         seeds = [require(s, Purpose.TRAINING) for s in range(first_seed, first_seed + seed_count)]
-    if plot is not None:
-        check_target(plot, PLOT_SUFFIXES)
     playing = players(policies)
-    done = 0
-    with console.progress(
-        "playing", len(playing) * len(found_scenarios), enabled=not (as_json or quiet)
-    ) as update:
-
-        def advance() -> None:
-            nonlocal done
-            done += 1
-            update(done)
-
+    with console.progress("playing", len(playing) * len(found_scenarios)) as update:
         found = [
-            headroom(scenario, reward, playing, seeds, decisions=requests, progress=advance)
+            headroom(scenario, reward, playing, seeds, decisions=requests, progress=update)
             for scenario in found_scenarios
         ]
     if plot is not None:
         plot_headroom(found, plot)
-    if as_json:
-        console.print_json(found)
-        return
-    output = console.stdout()
-    for k, one in enumerate(found):
-        if k:
-            output.print()
-        print_headroom(output, one)
+    console.show(found, lambda screen: print_headrooms(screen, found))
 
 
 def _take_reward(file: Path | None, params: dict[str, Any]) -> "RewardSettings":

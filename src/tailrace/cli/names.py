@@ -1,42 +1,60 @@
 """Shell completion of names; the modules that know them are imported only then."""
 
+from collections.abc import Callable, Iterable
+
 import click
 from click.shell_completion import CompletionItem
 
-
-def _matching(known: list[tuple[str, str]], incomplete: str) -> list[CompletionItem]:
-    return [CompletionItem(n, help=about) for n, about in known if n.startswith(incomplete)]
+Completion = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
-def scenarios(
-    _ctx: click.Context, _param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
+def _completion(known: Callable[[], Iterable[tuple[str, str]]]) -> Completion:
+    """Turn a function that returns names, and something about each, into a completion."""
+
+    def complete(
+        _ctx: click.Context, _param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        return [CompletionItem(n, help=about) for n, about in known() if n.startswith(incomplete)]
+
+    return complete
+
+
+@_completion
+def scenarios() -> list[tuple[str, str]]:
     """Complete the name of a shipped scenario."""
     from tailrace import scenario
 
-    known = [(name, scenario.load(name).description) for name in scenario.names()]
-    return _matching(known, incomplete)
+    return [(name, scenario.load(name).description) for name in scenario.names()]
 
 
-def workloads(
-    _ctx: click.Context, _param: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
+@_completion
+def suites() -> list[tuple[str, str]]:
+    """Complete the name of a shipped suite."""
+    from tailrace.evaluate.judge.suite import load_suite, suite_names
+
+    return [(name, load_suite(name).description) for name in suite_names()]
+
+
+@_completion
+def workloads() -> list[tuple[str, str]]:
     """Complete the name of a built-in workload."""
     from tailrace.workload import library
 
-    return _matching([(n, library.describe(n).description) for n in library.names()], incomplete)
+    return [(name, library.describe(name).description) for name in library.names()]
 
 
-def devices(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+@_completion
+def devices() -> list[tuple[str, str]]:
     """Complete the name of a device preset."""
     from tailrace.view import devices as presets
 
-    return _matching([(n, presets.get(n).description) for n in presets.names()], incomplete)
+    return [(name, presets.get(name).description) for name in presets.names()]
 
 
-def policies(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+@_completion
+def policies() -> list[tuple[str, str]]:
     """Complete the name of a policy."""
     from tailrace.policy import registry
 
     sources = {rule.name: rule.source for rule in registry.rules()}
-    return _matching([(name, sources.get(name, "")) for name in registry.names()], incomplete)
+    return [(name, sources.get(name, "")) for name in registry.names()]

@@ -7,17 +7,19 @@ choices, default and help come from the field. Options win over ``--config``, wh
 
 import tomllib
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import click
+from click.core import ParameterSource
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from tailrace import scenario as scenarios
 from tailrace.cli import names
+from tailrace.cli.console import remember
 from tailrace.config import (
     Cluster,
     Engine,
@@ -30,6 +32,7 @@ from tailrace.config import (
     parse,
 )
 from tailrace.errors import TailraceError
+from tailrace.files import check_target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,75 +83,120 @@ class SectionedCommand(click.Command):
                     formatter.write_dl(records)
 
 
-def scenario_options(function: F) -> F:
-    """Add ``--scenario``, ``--config``, ``--set`` and one option per setting to a command."""
-    for title, key, model in reversed(SECTIONS):
-        function = section_options(function, title, key, model)
-    for decorator in reversed(_GENERAL_OPTIONS):
-        function = decorator(function)
-    return function
+def command(name: str) -> Callable[[Callable[..., Any]], SectionedCommand]:
+    """Declare a command whose help page groups the options."""
+    return click.command(name, cls=SectionedCommand)
 
 
-def workload_options(function: F) -> F:
-    """Add one option per setting of a workload, but its name and load."""
-    return section_options(function, GENERAL, "workload", Workload, but=("name", "load"))
+def option(*names: str, **attributes: Any) -> Callable[[F], F]:
+    """Declare an option, with its ``section`` of the help page; a default is shown there."""
+    attributes.setdefault("show_default", attributes.get("default") is not None)
+    return click.option(*names, cls=SectionOption, **attributes)
 
 
-def take_workload(name: str, params: dict[str, Any]) -> Workload:
-    """Take what :func:`workload_options` added out of a command's parameters."""
-    given = {field: value for (_, field), value in _flags(params).items()}
-    workload = parse(Workload, {"name": name, "load": None, **given})
-    if "time_scale" in given:
-        _check_replayed(workload)
-    return workload
+class FileType(click.Path):
+    """A file as Path. One that will be written is refused at once if it could not be."""
+
+    def __init__(self, *written_suffixes: str) -> None:
+        """Accept any file, or one to be written whose name has one of these endings."""
+        super().__init__(path_type=Path)
+        self.name = "file"
+        self._suffixes = written_suffixes
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        path = Path(value)
+        if self._suffixes:
+            check_target(path, self._suffixes)
+        return super().convert(path, param, ctx)
+
+
+FILE = FileType()
+PLOT = FileType(".png", ".svg", ".pdf")
+
+
+def all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """Return the decorator that applies several, the first on top."""
+    return lambda function: reduce(lambda f, decorate: decorate(f), reversed(decorators), function)
 
 
 def section_options(
-    function: F, title: str, key: str, model: type[BaseModel], but: tuple[str, ...] = ()
-) -> F:
+    title: str, key: str, model: type[BaseModel], but: tuple[str, ...] = ()
+) -> Callable[[F], F]:
     """Add one option per setting of a model, named ``key__setting`` among the parameters."""
-    for field, info in reversed(list(model.model_fields.items())):
-        kind = _scalar(info.annotation)
-        if kind is not None and field not in but:
-            function = _setting_option(title, key, field, info, kind)(function)
-    return function
+    return all_of(
+        *(
+            _setting_option(title, key, field, info, kind)
+            for field, info in model.model_fields.items()
+            if field not in but and (kind := _scalar(info.annotation)) is not None
+        )
+    )
 
 
-_GENERAL_OPTIONS = (
-    click.option(
-        "--scenario",
-        metavar="NAME",
-        cls=SectionOption,
-        shell_complete=names.scenarios,
+def _setting_option(
+    title: str, key: str, field: str, info: FieldInfo, kind: "click.ParamType[Any]"
+) -> Callable[[F], F]:
+    name = _NAMES.get((key, field), field).replace("_", "-")
+    flag = kind is click.BOOL
+    help_text = " ".join((info.description or "").split())
+    default = getattr(Cluster().replicas[0], field) if key == "replica" else info.default
+    if default is not None:
+        shown = ("on" if default else "off") if flag else default
+        help_text += f" [default: {shown}]"
+    return option(
+        f"--{name}/--no-{name}" if flag else f"--{name}",
+        f"{key}__{field}",
+        type=kind,
+        default=None,
+        help=help_text,
+        section=title,
+        shell_complete=_COMPLETIONS.get((key, field)),
+    )
+
+
+def _scalar(annotation: Any) -> "click.ParamType[Any] | None":
+    """Return the option type of an annotation, or None for what only a file can express."""
+    if get_origin(annotation) is Annotated:
+        return _scalar(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        inner = [a for a in get_args(annotation) if a is not NoneType]
+        return _scalar(inner[0]) if len(inner) == 1 else None
+    if get_origin(annotation) is Literal:
+        return click.Choice(get_args(annotation))
+    return _SCALARS.get(annotation)
+
+
+#: ``--scenario``, ``--config``, ``--set`` and one option per setting.
+scenario_options = all_of(
+    option(
+        "--scenario", metavar="NAME", shell_complete=names.scenarios,
         help="Start from a shipped scenario (see `tailrace scenarios`).",
     ),
-    click.option(
-        "--config",
-        metavar="FILE",
-        type=click.Path(path_type=Path),
-        cls=SectionOption,
-        help="Settings from a TOML file, put over the scenario's.",
-    ),
-    click.option(
-        "--set",
-        "assignments",
-        metavar="KEY=VALUE",
-        multiple=True,
-        cls=SectionOption,
+    option("--config", type=FILE, help="Settings from a TOML file, put over the scenario's."),
+    option(
+        "--set", "assignments", metavar="KEY=VALUE", multiple=True,
         help="Any setting by its path, e.g. cluster.replicas.1.speed=0.5; may be repeated.",
     ),
+    *(section_options(*section) for section in SECTIONS),
+)  # fmt: skip
+#: One option per setting of a workload, but its name and load.
+workload_options = section_options(GENERAL, "workload", Workload, but=("name", "load"))
+jobs = option(
+    "-j", "--jobs", type=click.IntRange(1, 1024), metavar="N",
+    help="Processes that work side by side; no result depends on it. [default: one per core]",
+)  # fmt: skip
+_FLAG: dict[str, Any] = {"is_flag": True, "expose_value": False, "callback": remember}
+json = option(
+    "--json", help="Write JSON to standard output, and nothing else there.", section=OUTPUT, **_FLAG
 )
+quiet = option("-q", "--quiet", help="Show no progress.", section=OUTPUT, **_FLAG)
+warmup = option(
+    "--warmup", type=click.FloatRange(0, 1, max_open=True), default=0.0, section=OUTPUT,
+    metavar="SHARE", help="Share of the first requests left out of the figures.",
+)  # fmt: skip
 
 
-def jobs_option(function: F) -> F:
-    """Add ``--jobs``."""
-    return click.option(
-        "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
-        help="Processes that work side by side; no result depends on it. [default: one per core]",
-    )(function)  # fmt: skip
-
-
-def workers_option(function: F) -> F:
+def workers(function: F) -> F:
     """Add ``--workers`` to a command with ``--jobs``: where its worker pools run."""
 
     @wraps(function)
@@ -159,45 +207,28 @@ def workers_option(function: F) -> F:
         with running_on(executor_factory(workers, params["jobs"])):
             return function(*args, **params)
 
-    return click.option(
-        "--workers", default="local", cls=SectionOption, metavar="WHERE",
+    return option(
+        "--workers", default="local", show_default=False, metavar="WHERE",
         help="Where they work: local, ray (Ray, started on this machine) or ray:ADDRESS (a Ray "
         "cluster; then one process per CPU of it). [default: local]",
     )(there)  # type: ignore[return-value]  # fmt: skip
 
 
-def json_option(function: F) -> F:
-    """Add ``--json``."""
-    return click.option(
-        "--json", "as_json", is_flag=True, cls=SectionOption, section=OUTPUT,
-        help="Write JSON to standard output, and nothing else there.",
-    )(function)  # fmt: skip
-
-
-def warmup_option(function: F) -> F:
-    """Add ``--warmup``."""
-    return click.option(
-        "--warmup", type=click.FloatRange(0, 1, max_open=True), default=0.0, show_default=True,
-        cls=SectionOption, section=OUTPUT, metavar="SHARE",
-        help="Share of the first requests left out of the figures.",
-    )(function)  # fmt: skip
-
-
-def quiet_option(function: F) -> F:
-    """Add ``--quiet``."""
-    return click.option(
-        "-q", "--quiet", is_flag=True, cls=SectionOption, section=OUTPUT, help="Show no progress."
-    )(function)
+def given_besides(*allowed: str) -> bool:
+    """Whether any parameter but these was given on the command line."""
+    ctx = click.get_current_context()
+    others = ctx.params.keys() - set(allowed)
+    return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in others)
 
 
 def take_scenario(params: dict[str, Any]) -> Scenario:
-    """Take what :func:`scenario_options` added out of a command's parameters."""
-    layers = [scenarios.read(name) for name in [params.pop("scenario")] if name]
-    config = params.pop("config")
+    """Take what :func:`scenario_options`, or some of it, added out of a command's parameters."""
+    layers = [scenarios.read(name) for name in [params.pop("scenario", None)] if name]
+    config = params.pop("config", None)
     if config is not None:
         layers.append(load_toml(config))
-    flags = _flags(params)
-    assignments = params.pop("assignments")
+    flags = take_flags(params)
+    assignments = params.pop("assignments", ())
     data: dict[str, Any] = {"cluster": _default_cluster()}
     measured: Scenario | None = None
     for layer in layers:
@@ -218,38 +249,13 @@ def take_scenario(params: dict[str, Any]) -> Scenario:
     return result
 
 
-def _setting_option(
-    title: str, key: str, field: str, info: FieldInfo, kind: "click.ParamType[Any]"
-) -> Callable[[F], F]:
-    name = _NAMES.get((key, field), field).replace("_", "-")
-    flag = kind is click.BOOL
-    help_text = " ".join((info.description or "").split())
-    default = getattr(Cluster().replicas[0], field) if key == "replica" else info.default
-    if default is not None:
-        shown = ("on" if default else "off") if flag else default
-        help_text += f" [default: {shown}]"
-    return click.option(
-        f"--{name}/--no-{name}" if flag else f"--{name}",
-        f"{key}__{field}",
-        type=kind,
-        default=None,
-        help=help_text,
-        cls=SectionOption,
-        section=title,
-        shell_complete=_COMPLETIONS.get((key, field)),
-    )
-
-
-def _scalar(annotation: Any) -> "click.ParamType[Any] | None":
-    """Return the option type of an annotation, or None for what only a file can express."""
-    if get_origin(annotation) is Annotated:
-        return _scalar(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, UnionType):
-        inner = [a for a in get_args(annotation) if a is not NoneType]
-        return _scalar(inner[0]) if len(inner) == 1 else None
-    if get_origin(annotation) is Literal:
-        return click.Choice(get_args(annotation))
-    return _SCALARS.get(annotation)
+def take_workload(name: str, params: dict[str, Any]) -> Workload:
+    """Take what :func:`workload_options` added out of a command's parameters."""
+    given = {field: value for (_, field), value in take_flags(params).items()}
+    workload = parse(Workload, {"name": name, "load": None, **given})
+    if "time_scale" in given:
+        _check_replayed(workload)
+    return workload
 
 
 def _default_cluster() -> dict[str, Any]:
@@ -264,7 +270,7 @@ def _overlay(data: dict[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
     return scenarios.merged(data, layer)
 
 
-def _flags(params: dict[str, Any]) -> dict[tuple[str, str], Any]:
+def take_flags(params: dict[str, Any]) -> dict[tuple[str, str], Any]:
     """Take the generated options out of the parameters; keep those that were given."""
     found = {tuple(name.split("__", 1)): params.pop(name) for name in list(params) if "__" in name}
     return {(key, field): value for (key, field), value in found.items() if value is not None}

@@ -2,14 +2,13 @@
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import json_option
+from tailrace.cli import console, names, options
 
 
 @click.command("policies")
 @click.argument("name", required=False, shell_complete=names.policies)
-@json_option
-def command(name: str | None, as_json: bool) -> None:
+@options.json
+def command(name: str | None) -> None:
     """List the policies, or show all about one of them (NAME).
 
     A policy of your own is a file: `--policy my_rule.py`, with a function scores(view).
@@ -24,33 +23,18 @@ def command(name: str | None, as_json: bool) -> None:
         if name not in rules:
             raise unknown_name("policy", name, rules)
         rule = rules[name]
-        if as_json:
-            console.print_json(rule)
-            return
-        print_record(
-            console.stdout(),
-            rule.name,
-            {
-                "from": rule.source,
-                "rule": rule.rule_text,
-                "parameters": ", ".join(f"{k}={v:g}" for k, v in rule.params.items()) or "none",
-                "ties": "lowest number" if rule.lowest_id_wins else "at random",
-                "reads": ", ".join(_reads(rule.uses_metrics, rule.uses_prefix)),
-            },
-        )
-        return
-    if as_json:
-        console.print_json([*rules.values(), *({"name": n} for n in installed)])
+        fields = {
+            "from": rule.source,
+            "rule": rule.rule_text,
+            "parameters": ", ".join(f"{k}={v:g}" for k, v in rule.params.items()) or "none",
+            "ties": "lowest number" if rule.lowest_id_wins else "at random",
+            "reads": "own ledger"
+            + ", metrics snapshots" * rule.uses_metrics
+            + ", prefix index" * rule.uses_prefix,
+        }
+        console.show(rule, lambda screen: print_record(screen, rule.name, fields))
         return
     rows = [(rule.name, rule.source, rule.rule_text) for rule in rules.values()]
     rows += [(n, "installed package", "") for n in installed]
-    print_listing(console.stdout(), ("policy", "from", "rule"), rows)
-
-
-def _reads(uses_metrics: bool, uses_prefix: bool) -> list[str]:
-    reads = ["own ledger"]
-    if uses_metrics:
-        reads.append("metrics snapshots")
-    if uses_prefix:
-        reads.append("prefix index")
-    return reads
+    found = [*rules.values(), *({"name": n} for n in installed)]
+    console.show(found, lambda screen: print_listing(screen, ("policy", "from", "rule"), rows))

@@ -5,63 +5,44 @@ from typing import Any
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import (
-    OUTPUT,
-    SEED,
-    SectionedCommand,
-    SectionOption,
-    jobs_option,
-    json_option,
-    quiet_option,
-    section_options,
-    take_scenario,
-    warmup_option,
-)
+from tailrace.cli import console, names, options
+from tailrace.cli.options import FILE, OUTPUT, PLOT, SEED, option, section_options
 from tailrace.config import RouterSettings
 from tailrace.errors import TailraceError
 
-_FILE = click.Path(path_type=Path)
 USUAL = ("tailrace", "load_aware", "least_outstanding", "round_robin")
 
 
-def _router_options(function: Any) -> Any:
-    return section_options(function, "Router", "router", RouterSettings)
-
-
-@click.command("replay", cls=SectionedCommand)
-@click.argument("traffic", type=_FILE, metavar="LOG_OR_TABLE")
-@click.option(
-    "--cluster", "--config", "config", type=_FILE, required=True, metavar="FILE",
-    cls=SectionOption, help="The replicas ([[cluster.replicas]]), as `calibrate` writes them.",
+@options.command("replay")
+@click.argument("traffic", type=FILE, metavar="LOG_OR_TABLE")
+@option(
+    "--cluster", "--config", "config", type=FILE, required=True,
+    help="The replicas ([[cluster.replicas]]), as `calibrate` writes them.",
 )  # fmt: skip
-@click.option(
-    "-p", "--policy", "policies", multiple=True, default=USUAL, show_default=True,
-    cls=SectionOption, shell_complete=names.policies,
+@option(
+    "-p", "--policy", "policies", multiple=True, default=USUAL, shell_complete=names.policies,
     help="Router to try; may be repeated (see `tailrace policies`).",
 )  # fmt: skip
-@click.option(
-    "--replicas", metavar="N,...", cls=SectionOption,
+@option(
+    "--replicas", metavar="N,...",
     help="Numbers of replicas to try: the first of the cluster, or all and the same again. "
     "[default: those of the cluster]",
 )  # fmt: skip
-@click.option(
-    "--overhead-ms", metavar="MS,...", cls=SectionOption,
+@option(
+    "--overhead-ms", metavar="MS,...",
     help="What a request takes beside its iterations, as `calibrate` reports it: one figure, or "
     "one for each replica. [default: 0]",
 )  # fmt: skip
-@_router_options
-@click.option(
-    "--seed", type=SEED, default=0, show_default=True, cls=SectionOption, help="Seed of ties."
-)
-@jobs_option
-@warmup_option
-@click.option(
-    "--plot", type=_FILE, metavar="FILE", cls=SectionOption, section=OUTPUT,
+@section_options("Router", "router", RouterSettings)
+@option("--seed", type=SEED, default=0, help="Seed of ties.")
+@options.jobs
+@options.warmup
+@option(
+    "--plot", type=PLOT, section=OUTPUT,
     help="Draw cost by size, and simulated against recorded; FILE ends in .png, .svg or .pdf.",
 )  # fmt: skip
-@json_option
-@quiet_option
+@options.json
+@options.quiet
 def command(
     traffic: Path,
     policies: tuple[str, ...],
@@ -71,8 +52,6 @@ def command(
     jobs: int | None,
     warmup: float,
     plot: Path | None,
-    as_json: bool,
-    quiet: bool,
     **settings: Any,
 ) -> None:
     """Say what recorded traffic would have been like under other policies and with more replicas.
@@ -83,17 +62,13 @@ def command(
     For example: tailrace replay decisions/ --cluster cluster.toml --replicas 3,4,5
     """
     from tailrace.evaluate.measure.metrics import summarise
-    from tailrace.files import check_target
     from tailrace.replay import recorded as logs
     from tailrace.replay.fidelity import fidelity
     from tailrace.replay.what_if import what_if
-    from tailrace.terminal.plots import PLOT_SUFFIXES
-    from tailrace.terminal.replays import RECORDED, plot_replay, print_fidelity, print_outcomes
+    from tailrace.terminal.replays import RECORDED, plot_replay, print_replay
     from tailrace.workload import traces
 
-    if plot is not None:
-        check_target(plot, PLOT_SUFFIXES)
-    scenario = take_scenario(settings | {"scenario": None, "assignments": ()})
+    scenario = options.take_scenario(settings)
     cluster = scenario.cluster
     sizes = _sizes(replicas, cluster.size)
     overhead = _overhead(overhead_ms, cluster.size)
@@ -109,37 +84,21 @@ def command(
         table = trace.table
         if not trace.has_arrivals:
             raise TailraceError(f"{traffic} has no arrival times to replay")
-    show = not (as_json or quiet)
-    total = len(sizes) * len(set(policies))
-    with console.own_output(), console.progress("simulating", total, enabled=show) as update:
+    with console.progress("simulating", len(sizes) * len(set(policies))) as update:
         outcomes = what_if(
             table, cluster, policies, sizes, router=scenario.router, engine=scenario.engine,
             seed=seed, warmup_fraction=warmup, overhead_ms=overhead, jobs=jobs, progress=update,
         )  # fmt: skip
     if plot is not None:
         plot_replay(outcomes, found, plot)
-    if as_json:
-        console.print_json(
-            {
-                "requests": len(table),
-                "fidelity": None if found is None else {
-                    "latencies": [
-                        {**vars(a), "mean_error": a.mean_error, "p50_error": a.p50_error,
-                         "p99_error": a.p99_error}
-                        for a in found.latencies
-                    ],
-                    "recorded_hit_rate": found.recorded_hit_rate,
-                    "simulated_hit_rate": found.simulated_hit_rate,
-                },
-                "recorded": before and {"policy": before[0], "summary": before[2]},
-                "outcomes": outcomes,
-            }
-        )  # fmt: skip
-        return
-    screen = console.stdout()
-    if found is not None:
-        print_fidelity(screen, found)
-    print_outcomes(screen, outcomes, before)
+    trust = found and {
+        "latencies": found.latencies,
+        "recorded_hit_rate": found.recorded_hit_rate,
+        "simulated_hit_rate": found.simulated_hit_rate,
+    }
+    was = before and {"policy": before[0], "summary": before[2]}
+    about = {"requests": len(table), "fidelity": trust, "recorded": was, "outcomes": outcomes}
+    console.show(about, lambda screen: print_replay(screen, found, outcomes, before))
 
 
 def _sizes(text: str | None, default: int) -> list[int]:

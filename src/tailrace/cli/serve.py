@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import OUTPUT, SectionedCommand, SectionOption, assignment
+from tailrace.cli import console, names, options
+from tailrace.cli.options import FILE, OUTPUT, assignment, option
 from tailrace.errors import TailraceError
 from tailrace.router.settings import address, is_loopback
 
@@ -19,54 +19,49 @@ if TYPE_CHECKING:
 _MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
 
 
-@click.command("serve", cls=SectionedCommand)
-@click.option(
-    "-b", "--backend", "backends", multiple=True, metavar="URL", cls=SectionOption,
+@options.command("serve")
+@option(
+    "-b", "--backend", "backends", multiple=True, metavar="URL",
     help="A server, e.g. http://10.0.0.1:8000; may be repeated. Takes the place of [[backends]].",
 )  # fmt: skip
-@click.option(
-    "--config", type=click.Path(path_type=Path), metavar="FILE", cls=SectionOption,
+@option(
+    "--config", type=FILE,
     help="Settings from a TOML file; options win over it. SIGHUP reads it again.",
 )  # fmt: skip
-@click.option(
-    "-p", "--policy", metavar="NAME", cls=SectionOption, shell_complete=names.policies,
+@option(
+    "-p", "--policy", metavar="NAME", shell_complete=names.policies,
     help="Who chooses: a built-in rule, a .tailrace file or a .py file. [default: tailrace]",
 )  # fmt: skip
-@click.option(
-    "--listen", metavar="HOST:PORT", cls=SectionOption,
-    help="Where clients connect. [default: 127.0.0.1:8080]",
-)  # fmt: skip
-@click.option(
-    "--admin", metavar="HOST:PORT", cls=SectionOption,
+@option("--listen", metavar="HOST:PORT", help="Where clients connect. [default: 127.0.0.1:8080]")
+@option(
+    "--admin", metavar="HOST:PORT",
     help="Where /metrics, /status, /backends and /reload are; off: nowhere. "
     "[default: 127.0.0.1:8081]",
 )  # fmt: skip
-@click.option(
-    "--processes", type=click.IntRange(1, 64), metavar="N", cls=SectionOption,
+@option(
+    "--processes", type=click.IntRange(1, 64), metavar="N",
     help="Router processes that share the port, for more requests per second. [default: 1]",
 )  # fmt: skip
-@click.option(
-    "--cluster", type=click.Path(path_type=Path), metavar="FILE", cls=SectionOption,
+@option(
+    "--cluster", type=FILE,
     help="What kind of servers they are, in the order of --backend (see `tailrace calibrate`).",
 )  # fmt: skip
-@click.option(
-    "--max-in-flight", type=click.IntRange(1), metavar="N", cls=SectionOption,
+@option(
+    "--max-in-flight", type=click.IntRange(1), metavar="N",
     help="Most requests per replica at once; the others wait, most urgent first. "
     "[default: no limit]",
 )  # fmt: skip
-@click.option(
-    "--set", "assignments", metavar="KEY=VALUE", multiple=True, cls=SectionOption,
+@option(
+    "--set", "assignments", metavar="KEY=VALUE", multiple=True,
     help="Any setting by its path, e.g. limits.first_byte_s=60; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), cls=SectionOption,
-    section=OUTPUT, help="What is logged, as lines of JSON on standard error. [default: info]",
+@option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), section=OUTPUT,
+    help="What is logged, as lines of JSON on standard error. [default: info]",
 )  # fmt: skip
-@click.option(
-    "--log-requests", is_flag=True, cls=SectionOption, section=OUTPUT, help="Log every request."
-)
-@click.option(
-    "--check", is_flag=True, cls=SectionOption, section=OUTPUT,
+@option("--log-requests", is_flag=True, section=OUTPUT, help="Log every request.")
+@option(
+    "--check", is_flag=True, section=OUTPUT,
     help="Check the settings and ask the backends, then end: 0 all answer, 1 some do not.",
 )  # fmt: skip
 def command(config: Path | None, check: bool, **given: Any) -> int:

@@ -4,83 +4,72 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
-from tailrace.cli import console
-from tailrace.cli.options import (
-    SectionedCommand,
-    SectionOption,
-    assignment,
-    json_option,
-    quiet_option,
-)
+from tailrace.cli import console, options
+from tailrace.cli.options import FILE, OUTPUT, assignment, option
 from tailrace.config import current_key
 from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tailrace.integrations.ray.sweep import Result, Sweep
 
 
-@click.command("sweep", cls=SectionedCommand)
-@click.option(
-    "--preset", metavar="NAME", cls=SectionOption,
+@options.command("sweep")
+@option(
+    "--preset", metavar="NAME",
     help="Settings to start from, as for `tailrace train`. [default: quick]",
 )  # fmt: skip
-@click.option(
-    "--config", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
+@option(
+    "--config", type=FILE,
     help="Settings from a TOML file, put over the preset's, or alone without --preset.",
 )  # fmt: skip
-@click.option(
-    "--scenario", "scenarios", metavar="NAME", multiple=True, cls=SectionOption,
+@option(
+    "--scenario", "scenarios", metavar="NAME", multiple=True,
     help="Scenario to train on, by name or file, instead of the preset's; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--updates", type=click.IntRange(0), cls=SectionOption, metavar="N",
+@option(
+    "--updates", type=click.IntRange(0), metavar="N",
     help="Updates after cloning, instead of the preset's.",
 )  # fmt: skip
-@click.option(
-    "--set", "assignments", metavar="KEY=VALUES", multiple=True, cls=SectionOption,
+@option(
+    "--set", "assignments", metavar="KEY=VALUES", multiple=True,
     help="Setting to vary: log(1e-4,1e-2), uniform(0.1,0.5), int(4,16) or choice(6,12,20); or a "
     "plain value for all trials. May be repeated.",
 )  # fmt: skip
-@click.option(
-    "--samples", type=click.IntRange(1, 10_000), default=8, show_default=True, cls=SectionOption,
-    metavar="N", help="Trials with values drawn at random, besides one with the settings as are.",
+@option(
+    "--samples", type=click.IntRange(1, 10_000), default=8, metavar="N",
+    help="Trials with values drawn at random, besides one with the settings as are.",
 )  # fmt: skip
-@click.option(
-    "--seed", type=click.IntRange(0, 2**31), default=0, show_default=True, cls=SectionOption,
-    metavar="N", help="Seed of the drawing. The runs themselves all have the preset's.",
+@option(
+    "--seed", type=click.IntRange(0, 2**31), default=0, metavar="N",
+    help="Seed of the drawing. The runs themselves all have the preset's.",
 )  # fmt: skip
-@click.option(
-    "--scheduler", type=click.Choice(["asha", "all"]), default="asha", show_default=True,
-    cls=SectionOption, help="asha: give up trials that are behind others; all: let every one end.",
+@option(
+    "--scheduler", type=click.Choice(["asha", "all"]), default="asha",
+    help="asha: give up trials that are behind others; all: let every one end.",
 )  # fmt: skip
-@click.option(
-    "--resume", type=click.Path(path_type=Path), metavar="SWEEP", cls=SectionOption,
+@option(
+    "--resume", type=FILE, metavar="SWEEP",
     help="Go on with the sweep in this folder; unfinished trials go on where they stopped.",
 )  # fmt: skip
-@click.option(
-    "-j", "--jobs", type=click.IntRange(1, 1024), cls=SectionOption, metavar="N",
+@option(
+    "-j", "--jobs", type=click.IntRange(1, 1024), metavar="N",
     help="Trials that run side by side, one CPU each. [default: one per CPU of the cluster]",
 )  # fmt: skip
-@click.option(
-    "--workers", default="ray", show_default=True, cls=SectionOption, metavar="WHERE",
+@option(
+    "--workers", default="ray", metavar="WHERE",
     help="ray (Ray, started on this machine) or ray:ADDRESS (a Ray cluster).",
 )  # fmt: skip
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", cls=SectionOption,
-    section="Output", help="Folder of the sweep. [default: runs/sweep-PRESET-SEED]",
+@option(
+    "-o", "--output", type=FILE, metavar="FOLDER", section=OUTPUT,
+    help="Folder of the sweep. [default: runs/sweep-PRESET-SEED]",
 )  # fmt: skip
-@json_option
-@quiet_option
+@options.json
+@options.quiet
 def command(
-    resume: Path | None,
-    jobs: int | None,
-    workers: str,
-    output: Path | None,
-    as_json: bool,
-    quiet: bool,
-    **given: Any,
+    resume: Path | None, jobs: int | None, workers: str, output: Path | None, **given: Any
 ) -> None:
     """Train with settings drawn at random and rank them by their validation score.
 
@@ -89,14 +78,11 @@ def command(
     """
     from tailrace.integrations.ray.pool import SCHEME, connect, parse_workers
 
-    if resume is not None:
-        ctx = click.get_current_context()
-        other = ctx.params.keys() - {"resume", "jobs", "workers", "as_json", "quiet"}
-        if any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in other):
-            raise TailraceError(
-                "--resume goes on with a sweep as it was begun; it takes no other settings but "
-                "--jobs and --workers"
-            )
+    if resume is not None and options.given_besides("resume", "jobs", "workers"):
+        raise TailraceError(
+            "--resume goes on with a sweep as it was begun; it takes no other settings but "
+            "--jobs and --workers"
+        )
     if workers.partition(":")[0] != SCHEME:
         raise TailraceError(f"a sweep runs on Ray: --workers ray or ray:ADDRESS, not '{workers}'")
     address = parse_workers(workers, "a sweep")
@@ -113,17 +99,13 @@ def command(
     import ray
 
     started = connect(address, jobs)
-    show = not (quiet or as_json)
     try:
-        with console.own_output(), console.progress("trials", len(sweep.trials), enabled=show) as u:
-            results = sweeps.run(folder, sweep, jobs=jobs, progress=u)
+        with console.progress("trials", len(sweep.trials)) as update:
+            results = sweeps.run(folder, sweep, jobs=jobs, progress=update)
     finally:
         if started:
             ray.shutdown()
-    if as_json:
-        console.print_json(results)
-    else:
-        _print(folder, results)
+    console.show(results, lambda screen: _print(screen, folder, results))
 
 
 def _sweep_of(
@@ -163,7 +145,7 @@ def _sweep_of(
     return Sweep.of(preset or "", over, varied, samples, seed, scheduler)
 
 
-def _print(folder: Path, results: "list[Result]") -> None:
+def _print(screen: "Console", folder: Path, results: "list[Result]") -> None:
     from tailrace.terminal.listings import print_listing
 
     rows = []
@@ -172,6 +154,6 @@ def _print(folder: Path, results: "list[Result]") -> None:
         values = ", ".join(f"{key}={value}" for key, value in result.values.items())
         what = result.error or values or "as it is"
         rows.append((str(result.trial), score, str(result.steps), result.status, what))
-    print_listing(console.stdout(), ("trial", "score", "steps", "status", "settings"), rows)
+    print_listing(screen, ("trial", "score", "steps", "status", "settings"), rows)
     if results[0].best_score is not None:
         click.echo(f"best settings: {folder / 'best.toml'}; policy: {results[0].policy}", err=True)

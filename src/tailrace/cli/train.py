@@ -6,82 +6,74 @@ from typing import Any
 
 import click
 
-from tailrace.cli import console
-from tailrace.cli.options import (
-    SectionedCommand,
-    SectionOption,
-    assignment,
-    jobs_option,
-    json_option,
-    quiet_option,
-    workers_option,
-)
+from tailrace.cli import console, options
+from tailrace.cli.options import FILE, OUTPUT, assignment, option
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 
 
-@click.command("train", cls=SectionedCommand)
-@click.option(
-    "--preset", metavar="NAME", cls=SectionOption,
+@options.command("train")
+@option(
+    "--preset", metavar="NAME",
     help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores) or full (the "
     "general policy, under 2 hours) or, with --from, finetune, polish or tail. "
     "[default: quick]",
 )  # fmt: skip
-@click.option(
-    "--config", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
+@option(
+    "--config", type=FILE,
     help="Settings from a TOML file, put over the preset's, or alone without --preset.",
 )  # fmt: skip
-@click.option(
-    "--scenario", "scenarios", metavar="NAME", multiple=True, cls=SectionOption,
+@option(
+    "--scenario", "scenarios", metavar="NAME", multiple=True,
     help="Scenario to train on, by name or file, instead of the preset's; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--from", "start", metavar="POLICY", cls=SectionOption,
+@option(
+    "--from", "start", metavar="POLICY",
     help="Fine-tune a trained policy (tailrace, or a .tailrace file) instead of starting from "
     "nothing; the preset is then finetune.",
 )  # fmt: skip
-@click.option(
-    "--cluster", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
+@option(
+    "--cluster", type=FILE,
     help="Train on the cluster of a TOML file (see `tailrace calibrate`), instead of scenarios.",
 )  # fmt: skip
-@click.option(
-    "--workload", metavar="NAME", cls=SectionOption,
+@option(
+    "--workload", metavar="NAME",
     help="Train on this workload, by name or a file of requests, instead of scenarios.",
 )  # fmt: skip
-@click.option(
-    "--env", type=click.Choice(["sim", "vidur", "live"]), cls=SectionOption,
+@option(
+    "--env", type=click.Choice(["sim", "vidur", "live"]),
     help="World to improve the policy in by PPO: the simulator, real Vidur, or the requests of a "
     "live router (--serve). [default: sim]",
 )  # fmt: skip
-@click.option(
-    "--serve", metavar="FILE", type=click.Path(path_type=Path), cls=SectionOption,
+@option(
+    "--serve", type=FILE,
     help="Settings of that router, as for `tailrace serve --config`; it is run by this command.",
 )  # fmt: skip
-@click.option(
-    "--seed", type=click.IntRange(0, 899), cls=SectionOption, metavar="N",
+@option(
+    "--seed", type=click.IntRange(0, 899), metavar="N",
     help="Number of the run: weights and traffic follow from it. [default: the preset's, 0]",
 )  # fmt: skip
-@click.option(
-    "--updates", type=click.IntRange(0), cls=SectionOption, metavar="N",
+@option(
+    "--updates", type=click.IntRange(0), metavar="N",
     help="Updates after cloning, instead of the preset's.",
 )  # fmt: skip
-@click.option(
-    "--set", "assignments", metavar="KEY=VALUE", multiple=True, cls=SectionOption,
+@option(
+    "--set", "assignments", metavar="KEY=VALUE", multiple=True,
     help="Any setting by its path, e.g. branching.kl_limit=0.01; may be repeated. "
     "docs/training.md lists them.",
 )  # fmt: skip
-@click.option(
-    "--resume", type=click.Path(path_type=Path), metavar="RUN", cls=SectionOption,
+@option(
+    "--resume", type=FILE, metavar="RUN",
     help="Go on with the run in this folder, exactly where it stopped.",
 )  # fmt: skip
-@jobs_option
-@workers_option
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER", cls=SectionOption,
-    section="Output", help="Folder of the run. [default: runs/PRESET-SEED]",
+@options.jobs
+@options.workers
+@option(
+    "-o", "--output", type=FILE, metavar="FOLDER", section=OUTPUT,
+    help="Folder of the run. [default: runs/PRESET-SEED]",
 )  # fmt: skip
-@json_option
-@quiet_option
+@options.json
+@options.quiet
 def command(
     preset: str | None,
     config: Path | None,
@@ -97,8 +89,6 @@ def command(
     resume: Path | None,
     jobs: int | None,
     output: Path | None,
-    as_json: bool,
-    quiet: bool,
 ) -> None:
     """Train a policy: demonstrations, cloning, improvement, evaluation, best checkpoint.
 
@@ -106,11 +96,7 @@ def command(
     leaves all of them usable.
     """
     own = cluster is not None or workload is not None
-    taken = (
-        preset, config, scenarios or None, start, cluster, workload, env, serve, seed, updates,
-        assignments or None, output,
-    )  # fmt: skip
-    if resume is not None and any(value is not None for value in taken):
+    if resume is not None and options.given_besides("resume", "jobs", "workers"):
         raise TailraceError(
             "--resume goes on with a run as it was begun; it takes no other settings but --jobs"
         )
@@ -148,7 +134,7 @@ def command(
         output = output or Path("runs") / f"{chosen.name}-{chosen.seed}"
     folder = resume or output
     assert folder is not None
-    with LiveWatcher(show=not (quiet or as_json)) as watcher:
+    with LiveWatcher(show=not console.is_quiet()) as watcher:
         try:
             trainer = Trainer(folder, chosen, jobs or cores(), watcher, ROLLOUT_SOURCES)
             outcome = trainer.run()
@@ -156,10 +142,7 @@ def command(
             watcher.stop()
             click.echo(stopped(folder), err=True)
             raise
-    if as_json:
-        console.print_json(outcome)
-    else:
-        print_outcome(console.stdout(), folder, outcome)
+    console.show(outcome, lambda screen: print_outcome(screen, folder, outcome))
 
 
 def _own_scenario(cluster: Path | None, workload: str | None) -> Scenario:

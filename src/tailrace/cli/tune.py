@@ -6,15 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tailrace.cli import console, names
-from tailrace.cli.options import (
-    SectionedCommand,
-    SectionOption,
-    jobs_option,
-    json_option,
-    quiet_option,
-    workers_option,
-)
+from tailrace.cli import console, names, options
+from tailrace.cli.options import FILE, OUTPUT, option
 from tailrace.errors import TailraceError, unknown_name
 
 if TYPE_CHECKING:
@@ -22,53 +15,48 @@ if TYPE_CHECKING:
     from tailrace.evaluate.search.tune import Tuned
 
 
-@click.command("tune", cls=SectionedCommand)
+@options.command("tune")
 @click.argument("targets", nargs=-1, metavar="[NAME]...")
-@click.option(
-    "--suite", default="standard", show_default=True, metavar="NAME", cls=SectionOption,
-    help="Scenarios to tune on.",
+@option("--suite", default="standard", metavar="NAME", help="Scenarios to tune on.")
+@option(
+    "--scenario", "scenario_names", metavar="NAME", multiple=True, shell_complete=names.scenarios,
+    help="Scenario instead of a suite; may be repeated.",
 )  # fmt: skip
-@click.option(
-    "--scenario", "scenario_names", metavar="NAME", multiple=True, cls=SectionOption,
-    shell_complete=names.scenarios, help="Scenario instead of a suite; may be repeated.",
+@option(
+    "--seeds", "seed_count", type=click.IntRange(1, 1000), default=2, metavar="N",
+    help="How many seeds; tuning seeds (predict_greedy: training).",
 )  # fmt: skip
-@click.option(
-    "--seeds", "seed_count", type=click.IntRange(1, 1000), default=2, show_default=True,
-    cls=SectionOption, metavar="N", help="How many seeds; tuning seeds (predict_greedy: training).",
+@option(
+    "--requests", type=click.IntRange(10, 1_000_000), default=10_000, metavar="N",
+    help="Requests of each run.",
 )  # fmt: skip
-@click.option(
-    "--requests", type=click.IntRange(10, 1_000_000), default=10_000, show_default=True,
-    cls=SectionOption, metavar="N", help="Requests of each run.",
+@option(
+    "--budget", type=click.IntRange(2, 100_000), default=64, metavar="N",
+    help="Candidates tried for a rule with several constants.",
 )  # fmt: skip
-@click.option(
-    "--budget", type=click.IntRange(2, 100_000), default=64, show_default=True, cls=SectionOption,
-    metavar="N", help="Candidates tried for a rule with several constants.",
+@option(
+    "--generations", type=click.IntRange(1, 100_000), default=100, metavar="N",
+    help="Generations of candidates for linear_es.",
 )  # fmt: skip
-@click.option(
-    "--generations", type=click.IntRange(1, 100_000), default=100, show_default=True,
-    cls=SectionOption, metavar="N", help="Generations of candidates for linear_es.",
+@option(
+    "--rounds", type=click.IntRange(1, 100), default=3, metavar="N",
+    help="Rounds of learning for predict_greedy.",
 )  # fmt: skip
-@click.option(
-    "--rounds", type=click.IntRange(1, 100), default=3, show_default=True, cls=SectionOption,
-    metavar="N", help="Rounds of learning for predict_greedy.",
-)  # fmt: skip
-@jobs_option
-@workers_option
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), cls=SectionOption, section="Output",
-    metavar="FILE",
+@options.jobs
+@options.workers
+@option(
+    "-o", "--output", type=FILE, section=OUTPUT,
     help="Write there: constants to a .json (rules in it that are not tuned now stay), linear_es "
     "or predict_greedy to a .tailrace.",
 )  # fmt: skip
-@click.option(
-    "--write-shipped", is_flag=True, hidden=True, cls=SectionOption,
+@option(
+    "--write-shipped", is_flag=True, hidden=True,
     help="For maintainers: write to the package's own files.",
 )  # fmt: skip
-@json_option
-@quiet_option
+@options.json
+@options.quiet
 def command(
-    targets: tuple[str, ...], output: Path | None, write_shipped: bool, as_json: bool, quiet: bool,
-    **given: Any,
+    targets: tuple[str, ...], output: Path | None, write_shipped: bool, **given: Any
 ) -> None:  # fmt: skip
     """Tune baselines on tuning seeds, so that they are at their best when beaten.
 
@@ -77,6 +65,7 @@ def command(
     constants.
     """
     from tailrace.evaluate.search.tune import KNOBS
+    from tailrace.files import check_target
     from tailrace.policy import shipped
 
     for name in targets:
@@ -89,14 +78,12 @@ def command(
         output = shipped.TUNED_FILE
         if learning:
             output = shipped.FOLDER / f"{learning[0]}.tailrace"
-    from tailrace.files import check_target
-
     if output is not None:
         check_target(output, (".tailrace",) if learning else (".json",))
     if learning:
-        _tune_learning(learning[0], output, as_json=as_json, show=not (as_json or quiet), **given)
+        _tune_learning(learning[0], output, **given)
     else:
-        _tune_rules(targets or tuple(KNOBS), output, as_json=as_json, quiet=quiet, **given)
+        _tune_rules(targets or tuple(KNOBS), output, **given)
         documented = shipped.FOLDER.parents[2] / "docs" / "results" / shipped.TUNED_FILE.name
         if write_shipped and documented.parent.is_dir():
             documented.write_bytes(shipped.TUNED_FILE.read_bytes())
@@ -114,7 +101,7 @@ def _traffics(
 
 
 def _tune_rules(
-    targets: Sequence[str], output: Path | None, *, as_json: bool, quiet: bool, suite: str,
+    targets: Sequence[str], output: Path | None, *, suite: str,
     scenario_names: Sequence[str], seed_count: int, requests: int, budget: int, jobs: int | None,
     **_: Any,
 ) -> None:  # fmt: skip
@@ -123,6 +110,7 @@ def _tune_rules(
     from tailrace.evaluate.search.tuned import merge, record_of
     from tailrace.parallel import WorkerPool
     from tailrace.seeds import Purpose, seeds
+    from tailrace.terminal.listings import print_listing
 
     numbers = seeds(Purpose.TUNING, seed_count, TUNE_FROM)
     traffics = _traffics(suite, scenario_names, requests, numbers)
@@ -133,8 +121,7 @@ def _tune_rules(
         "requests": requests,
     }
     found: dict[str, Tuned] = {}
-    show = not (as_json or quiet)
-    with WorkerPool(jobs) as pool, console.progress("tuning", len(targets), enabled=show) as update:
+    with WorkerPool(jobs) as pool, console.progress("tuning", len(targets)) as update:
         objective = TuningObjective(traffics, pool)
         for name in targets:
             found[name] = tune_rule(name, objective, budget)
@@ -142,20 +129,16 @@ def _tune_rules(
             if output is not None:
                 merge(output, {name: record_of(name, found[name], conditions)})
     records = {name: record_of(name, tuned, conditions) for name, tuned in found.items()}
-    if as_json:
-        console.print_json({"rules": records})
-        return
-    from tailrace.terminal.listings import print_listing
-
     rows = [
         (name, f"{t.default_score:.3f}", f"{t.score:.3f}", records[name]["spec"])
         for name, t in found.items()
     ]
-    print_listing(console.stdout(), ("rule", "score", "tuned", "policy"), rows)
+    headings = ("rule", "score", "tuned", "policy")
+    console.show({"rules": records}, lambda screen: print_listing(screen, headings, rows))
 
 
 def _tune_learning(
-    name: str, output: Path | None, *, as_json: bool, show: bool, suite: str,
+    name: str, output: Path | None, *, suite: str,
     scenario_names: Sequence[str], seed_count: int, requests: int, generations: int, rounds: int,
     jobs: int | None, **_: Any,
 ) -> None:  # fmt: skip
@@ -170,16 +153,11 @@ def _tune_learning(
     purpose = Purpose.TUNING if name == LINEAR else Purpose.TRAINING
     traffics = _traffics(suite, scenario_names, requests, seeds(purpose, seed_count, TUNE_FROM))
     total = generations if name == LINEAR else rounds
-    with (
-        WorkerPool(jobs) as pool,
-        console.progress(f"tuning {name}", total, enabled=show) as update,
-    ):
+    with WorkerPool(jobs) as pool, console.progress(f"tuning {name}", total) as update:
         if name == LINEAR:
             metrics = save_linear(output, traffics, pool, generations, update)
         else:
             metrics = save_predictor(output, traffics, pool, rounds, update)
-    if as_json:
-        console.print_json({"name": name, "file": output, **metrics})
-    else:
-        facts = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
-        click.echo(f"{name} written to {output}: {facts}")
+    facts = ", ".join(f"{key} {value:.4g}" for key, value in metrics.items())
+    text = f"{name} written to {output}: {facts}"
+    console.show({"name": name, "file": output, **metrics}, lambda _: click.echo(text))

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from types import TracebackType
 from typing import Self
 
 from tailrace.config import Cluster, parse
@@ -94,13 +93,7 @@ class Emulator:
         self._sweeper = asyncio.create_task(self._sweep())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        del kind, error, trace
+    async def __aexit__(self, *_: object) -> None:
         await self._close()
 
     async def fault(self, replica: int, fault: Fault) -> None:

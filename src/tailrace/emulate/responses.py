@@ -41,9 +41,7 @@ class Generation:
         response_id: str,
         served: Served,
     ) -> None:
-        self._client = client
-        self._head = head
-        self._wanted = wanted
+        self._client, self._head, self._wanted, self._served = client, head, wanted, served
         kind = self.kinds[wanted.chat]
         self._about = {
             "id": response_id, "object": kind, "created": int(time.time()), "model": served.model
@@ -79,25 +77,19 @@ class Streamed(Generation):
 
     kinds = ("text_completion", "chat.completion.chunk")
 
-    def __init__(
-        self,
-        client: EmulatedConnection,
-        head: RequestHead,
-        wanted: GenerationRequest,
-        response_id: str,
-        served: Served,
-    ) -> None:
-        super().__init__(client, head, wanted, response_id, served)
-        self._merged, self._held = served.tokens_per_event, b""
-        self._framed = not head.http10
+    def submit(self, replica: EmulatedReplica) -> None:
+        """Send the head, and start generating."""
+        self._merged, self._held = self._served.tokens_per_event, b""
+        self._framed = not self._head.http10
         # Like vLLM, which sends status 200 before it begins to work.
-        client.start_stream(head)
+        self._client.start_stream(self._head)
         # Only the token differs between events, so the rest is made once.
         before, _, after = self._event(_MARK, None).partition(_MARK.encode())
         length = len(before) + len(after) + tokenizer.TOKEN_BYTES
         self._before, self._after = before, after
         if self._framed:
             self._before, self._after = b"%x\r\n%b" % (length, before), after + b"\r\n"
+        super().submit(replica)
 
     def on_token(self, job: Job, is_last: bool) -> None:
         """Send the latest token, and the end of the stream after the last."""

@@ -74,8 +74,8 @@ class Episodes:
         if reason is not None:
             raise TailraceError(f"{scenario.name} cannot be an environment: {reason}")
         # One request more than decisions: the last one is observed but not decided.
-        workload = scenario.workload.model_copy(update={"requests": self.decisions + 1})
-        table = from_settings(workload, resolve_rate(scenario), seed)
+        longer = scenario.with_workload(requests=self.decisions + 1)
+        table = from_settings(longer.workload, resolve_rate(scenario), seed)
         replicas = resolved(scenario.cluster)
         check_cluster(replicas, scenario.events)
         check_requests(replicas, table)

@@ -7,6 +7,7 @@ the router is no replica's doing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,21 +41,9 @@ class Agreement:
     """99th percentile of that."""
     correlation: float | None
     """Rank correlation over requests; None: fewer than three, or all equal."""
-
-    @property
-    def mean_error(self) -> float:
-        """Error of the mean."""
-        return self.simulated_mean_s / self.recorded_mean_s - 1.0
-
-    @property
-    def p50_error(self) -> float:
-        """Error of the median."""
-        return self.simulated_p50_s / self.recorded_p50_s - 1.0
-
-    @property
-    def p99_error(self) -> float:
-        """Error of the 99th percentile."""
-        return self.simulated_p99_s / self.recorded_p99_s - 1.0
+    mean_error: float
+    p50_error: float
+    p99_error: float
 
 
 @dataclass(frozen=True)
@@ -132,20 +121,14 @@ def with_overhead(result: SimResult, overhead_ms: Sequence[float]) -> SimResult:
 def agreement(name: str, recorded_s: Floats, simulated_s: Floats) -> Agreement:
     """Compare one latency of the same requests [k], both in seconds."""
     errors = np.abs(simulated_s / recorded_s - 1.0)
-    real, ours = (np.percentile(values, (50, 99)) for values in (recorded_s, simulated_s))
-    return Agreement(
-        name,
-        len(errors),
-        float(recorded_s.mean()),
-        float(simulated_s.mean()),
-        float(real[0]),
-        float(ours[0]),
-        float(real[1]),
-        float(ours[1]),
-        float(np.median(errors)),
-        float(np.percentile(errors, 99)),
-        _rank_correlation(recorded_s, simulated_s),
+    real, ours = (
+        np.array([values.mean(), *np.percentile(values, (50, 99))])
+        for values in (recorded_s, simulated_s)
     )
+    figures: list[Any] = [*np.column_stack([real, ours]).ravel().tolist()]
+    figures += [float(np.median(errors)), float(np.percentile(errors, 99))]
+    figures += [_rank_correlation(recorded_s, simulated_s), *(ours / real - 1.0).tolist()]
+    return Agreement(name, len(errors), *figures)
 
 
 def _rank_correlation(a: Floats, b: Floats) -> float | None:

@@ -12,6 +12,7 @@ from tailrace.errors import TailraceError
 from tailrace.sim.result import FINISHED, REPLICA_RESULT, REQUEST_RESULT, SimResult
 from tailrace.workload import decision_log, traces
 from tailrace.workload.table import RequestTable
+from tailrace.workload.trace_formats import checked_number
 
 #: What became of one request. Times are seconds from the first arrival.
 OUTCOME = np.dtype(
@@ -109,8 +110,8 @@ def read(path: Path) -> RecordedTraffic:
         for name, key in (
             ("arrived_s", "arrived"), ("sent_s", "sent"), ("first_s", "first"), ("last_s", "last")
         ):  # fmt: skip
-            row[name] = _number(where, data, key) - start_s
-        row["replica"] = int(_number(where, data, "replica"))
+            row[name] = checked_number(where, data, key, -np.inf, np.inf) - start_s
+        row["replica"] = int(checked_number(where, data, "replica", -np.inf, np.inf))
         cached = data.get("cached_reported")
         row["cached_tokens"] = cached if isinstance(cached, int) else -1
         row["is_estimated"] = bool(data.get("estimated"))
@@ -119,10 +120,3 @@ def read(path: Path) -> RecordedTraffic:
     policies = Counter(str(data.get("policy")) for _, data in chosen)
     names = tuple(name for name, _ in policies.most_common())
     return RecordedTraffic(trace.table, outcomes, names, trace.skipped)
-
-
-def _number(where: str, data: dict[str, Any], key: str) -> float:
-    value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TailraceError(f"{where}, column {key}: must be a number, got {value!r}")
-    return float(value)

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from tailrace.config import MAX_REPLICAS, Cluster, Engine, Replica, RouterSettings, Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import Summary, summarise
-from tailrace.evaluate.measure.runner import policy_for
+from tailrace.evaluate.measure.runner import play, policy_for
 from tailrace.parallel import WorkerPool
 from tailrace.replay.fidelity import with_overhead
-from tailrace.sim.simulator import simulate
 from tailrace.workload.table import RequestTable
 
 
@@ -27,11 +26,9 @@ class ReplayOutcome:
 
 @dataclass(frozen=True)
 class _Task:
-    cluster: Cluster
+    scenario: Scenario
     table: RequestTable
     policy: str
-    router: RouterSettings
-    engine: Engine
     seed: int
     warmup: float
     overhead_ms: tuple[float, ...]
@@ -64,46 +61,35 @@ def what_if(
     warmup_fraction: float = 0.0,
     overhead_ms: Sequence[float] = (0.0,),
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[ReplayOutcome]:
     """Simulate a table under each policy with each number of replicas, the cheapest policy first.
 
     ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all.
     ``progress`` gets how many runs are done.
     """
-    router, engine = router or RouterSettings(), engine or Engine()
-    clusters = {size: resized(cluster, size) for size in dict.fromkeys(sizes)}
-    wanted = list(dict.fromkeys(policies))
-    tasks = []
-    for some in clusters.values():
-        for policy in wanted:
-            policy_for(Scenario(cluster=some, router=router, engine=engine), policy)
-            tasks.append(
-                _Task(
-                    some, table, policy, router, engine, seed, warmup_fraction, tuple(overhead_ms)
-                )
-            )
-    found: dict[tuple[int, str], Summary] = {}
-    with WorkerPool(jobs) as pool:
-        for done, (task, summary) in enumerate(pool.run(_run, tasks), start=1):
-            found[task.cluster.size, task.policy] = summary
-            if progress is not None:
-                progress(done)
-    outcomes = [
-        ReplayOutcome(policy, size, found[size, policy]) for size in clusters for policy in wanted
+    base = Scenario(router=router or RouterSettings(), engine=engine or Engine())
+    tasks = [
+        _Task(
+            base.model_copy(update={"cluster": resized(cluster, size)}),
+            *(table, policy, seed, warmup_fraction, tuple(overhead_ms)),
+        )
+        for size in dict.fromkeys(sizes)
+        for policy in dict.fromkeys(policies)
     ]
-    order = {size: k for k, size in enumerate(clusters)}
-    return sorted(outcomes, key=lambda o: (order[o.replicas], o.summary.cost_s))
+    for task in tasks:
+        policy_for(task.scenario, task.policy)
+    found: dict[tuple[str, int], Summary] = {}
+    with WorkerPool(jobs) as pool:
+        for task, summary in pool.run(_run, tasks):
+            found[task.policy, task.scenario.cluster.size] = summary
+            progress(len(found))
+    keys = [(task.policy, task.scenario.cluster.size) for task in tasks]
+    outcomes = [ReplayOutcome(*key, found[key]) for key in keys]
+    return sorted(outcomes, key=lambda o: (sizes.index(o.replicas), o.summary.cost_s))
 
 
 def _run(task: _Task) -> Summary:
-    scenario = Scenario(cluster=task.cluster, router=task.router, engine=task.engine)
-    result = simulate(
-        task.cluster,
-        task.table,
-        policy_for(scenario, task.policy),
-        router=task.router,
-        engine=task.engine,
-        seed=task.seed,
-    )
+    policy = policy_for(task.scenario, task.policy)
+    result = play(task.scenario, task.table, policy, task.seed)
     return summarise(with_overhead(result, task.overhead_ms), task.warmup)

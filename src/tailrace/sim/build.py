@@ -63,7 +63,7 @@ def lay_out(
     without_parent = np.flatnonzero(table.rows["parent"] < 0)
     tables.n_roots[g] = len(without_parent)
     tables.roots[g, : len(without_parent)] = without_parent
-    tables.run_keys[g, : len(table.runs)] = content_keys(table).run_key
+    tables.run_keys[g, : len(table.runs)] = content_keys(table)
     tables.run_tokens[g, : len(table.runs)] = table.runs["tokens"]
     tables.events[g]["at"] = np.inf
     for k, event in enumerate(sorted(events, key=lambda e: e.at_s)):

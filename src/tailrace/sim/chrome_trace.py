@@ -20,14 +20,9 @@ from tailrace.sim.result import SimResult
 _MAX_STAGES = 64
 
 
-def check_trace_target(path: Path) -> None:
-    """Refuse a trace file that is not called .json or cannot be written."""
-    check_target(path, (".json",))
-
-
 def write_trace(result: SimResult, path: Path, events: Sequence[Event] = ()) -> None:
     """Write the recorded batches to ``path``, one event per line, as they are made."""
-    check_trace_target(path)
+    check_target(path, (".json",))
     if result.batches is None:
         raise TailraceError("the run recorded no batches; simulate with record_batches=True")
     with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:

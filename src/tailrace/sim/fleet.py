@@ -4,7 +4,7 @@ Also what training needs of single clusters: let a rule route until a given time
 accrued by then, and copy a cluster.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tailrace.compiled import inlined, jit
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.sim import cost_accounts, engine
-from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, SLOT_ROW, SLOT_ROWS, Fleet
+from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, SLOT_ROW, SLOT_ROWS
 from tailrace.view.objective import compiled_cost
 from tailrace.view.records import View
 
@@ -182,23 +182,12 @@ def accrued_cost(fleet, _tables, c, t):
 # ---- copies -------------------------------------------------------------------------------------
 
 
-def empty_twin(fleet: Fleet, clusters: int = 1) -> Fleet:
-    """Return memory for ``clusters`` copies of a fleet's clusters; copies record nothing."""
-    arrays: dict[str, Any] = {}
-    for name, array in fleet._asdict().items():
-        shape = (clusters, *array.shape[1:])
-        if name in ("batches", "news"):
-            shape = (clusters, 0)
-        arrays[name] = np.zeros(shape, array.dtype)
-    return Fleet(**arrays)
-
-
 @jit
 def copy_cluster(source, s, target, d):
     """Make cluster ``d`` of ``target`` a copy of cluster ``s`` of ``source``, on the same tables.
 
-    ``target`` is the same fleet or made by :func:`empty_twin`. Only what can influence the future
-    is copied: settled requests and unused memory are left out.
+    ``target`` is the same fleet or has the same sizes. Only what can influence the future is
+    copied: settled requests and unused memory are left out.
     """
     n = source.clusters[s]["n_replicas"]
     _copy_requests(source.clusters[s], source.requests[s], target.clusters[d], target.requests[d])

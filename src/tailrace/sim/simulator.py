@@ -1,6 +1,7 @@
 """The simulator from Python: :func:`simulate` a whole run, or a :class:`Simulation` by steps."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,19 +52,14 @@ def simulate(
 ) -> SimResult:
     """Route a whole table with one policy; ``progress`` gets the requests settled so far."""
     chosen = registry.get(policy) if isinstance(policy, str) else policy
+    world: Any = {"router": router, "engine": engine, "events": events, "seed": seed}
     if uses_reference(cluster, engine):
-        reference = ReferenceEngine(
-            cluster, table, router=router, engine=engine, events=events, seed=seed
-        )
-        return reference.run(chosen, record_batches=record_batches)
+        return ReferenceEngine(cluster, table, **world).run(chosen, record_batches=record_batches)
     rule = chosen.rule if isinstance(chosen, BuiltinPolicy) else None
     simulation = Simulation(
         cluster,
         table,
-        router=router,
-        engine=engine,
-        events=events,
-        seed=seed,
+        **world,
         record_batches=record_batches,
         listen=rule is None,
         lookahead=rule is not None and rule.in_engine,
@@ -206,16 +202,9 @@ class Simulation:
 
     def _run_builtin(self, policy: BuiltinPolicy, progress: Progress | None) -> None:
         limit = SLICE if progress else np.iinfo(np.int64).max
+        rule = (policy.rule.code, policy.params, policy.lowest_id_wins)
         while True:
-            status = kernel.run(
-                self._fleet,
-                self._tables,
-                0,
-                policy.rule.code,
-                policy.params,
-                policy.lowest_id_wins,
-                limit,
-            )
+            status = kernel.run(self._fleet, self._tables, 0, *rule, limit)
             if progress:
                 progress(self.settled)
             if self._is_over(status):
@@ -238,11 +227,7 @@ class Simulation:
         """Call the policy's hooks, in time order, for all events since the last call."""
         cluster = self._fleet.clusters[0]
         news = self._fleet.news[0, : cluster["news_count"]]
-        hooks = {
-            NEWS_FIRST_TOKEN: "first_token",
-            NEWS_FINISHED: "finished",
-            NEWS_FAILED: "failed",
-        }
+        hooks = {NEWS_FIRST_TOKEN: "first_token", NEWS_FINISHED: "finished", NEWS_FAILED: "failed"}
         for k in np.argsort(news["at"], kind="stable"):
             item = news[k]
             replica, request, at = int(item["replica"]), int(item["request"]), float(item["at"])

@@ -15,8 +15,10 @@ from tailrace.terminal.tables import UNKNOWN
 _COLOURS = ("#0d9488", "#334155", "#818cf8", "#d97706", "#be185d")
 
 
-def print_calibration(console: Console, calibration: Calibration) -> None:
-    """Print cost model, capacity, errors and warnings of every replica."""
+def print_calibration(
+    console: Console, calibration: Calibration, written: Path | None = None
+) -> None:
+    """Print cost model, capacity, errors and warnings of every replica, and where it is written."""
     for found in calibration.replicas:
         size = found.replica.count
         console.print(Text(found.name + (f" ({size} equal replicas)" if size > 1 else ""), "bold"))
@@ -30,6 +32,8 @@ def print_calibration(console: Console, calibration: Calibration) -> None:
         for warning in found.warnings:
             console.print(Text(f"warning: {warning}", style="bold"))
         console.print()
+    if written is not None:
+        console.print(Text(f"written to {written}"), soft_wrap=True)
 
 
 def _coefficients(found: Calibrated) -> list[tuple[str, str, str]]:

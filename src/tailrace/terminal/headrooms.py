@@ -1,5 +1,6 @@
 """What a reward leaves to be won, as a table and as a picture."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,14 @@ _ALWAYS_KEPT = (*_WEIGHT_OF, "lost", "soft_late", "early")
 _NEVER_SHOWN = ("elapsed_s", "finished", "finished_tokens")
 RULE, LOOK_AHEAD, POLICY = "#818cf8", "#334155", "#0d9488"
 _COLOURS = {"rule": RULE, "look-ahead": LOOK_AHEAD, "policy": POLICY}
+
+
+def print_headrooms(console: Console, found: Sequence[Headroom]) -> None:
+    """Print the head-room of each scenario."""
+    for k, one in enumerate(found):
+        if k:
+            console.print()
+        print_headroom(console, one)
 
 
 def print_headroom(console: Console, found: Headroom) -> None:

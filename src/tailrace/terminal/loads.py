@@ -1,17 +1,17 @@
 """Metrics of a load as a table."""
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from tailrace.bench.result import LATE_S, LoadResult
-from tailrace.terminal.tables import STATISTICS, number, percent
+from tailrace.evaluate.measure.metrics import Latency
+from tailrace.terminal.tables import STATISTICS, number, percent, print_metrics
 
-_LATENCIES = (
-    ("time to first token", "s", "ttft_s", 1.0),
-    ("time per output token", "ms", "tpot_s", 1e3),
-    ("end to end", "s", "e2e_s", 1.0),
-)
+_LATENCIES = {
+    "time to first token": "ttft_s",
+    "time per output token": "tpot_s",
+    "end to end": "e2e_s",
+}
 
 
 def print_load(
@@ -22,19 +22,11 @@ def print_load(
     pace = "its own pace" if rate is None else f"{rate:.3g} requests/s"
     console.print(Text(f"{name} at {pace}", style="bold"))
     console.print()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("latency")
-    for title in ("", *(title for _, title in STATISTICS)):
-        table.add_column(title, justify="right")
-    for label, unit, key, scale in _LATENCIES:
-        values = [metrics[f"{key}_{field}"] for field, _ in STATISTICS]
-        table.add_row(label, unit, *(number(None if v is None else v * scale) for v in values))
-    console.print(table)
-    console.print()
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    for label, value in _facts(metrics, result):
-        facts.add_row(label, Text(value))
-    console.print(facts)
+    latencies = {
+        label: Latency(*(metrics[f"{key}_{field}"] for field, _ in STATISTICS))
+        for label, key in _LATENCIES.items()
+    }
+    print_metrics(console, latencies, _facts(metrics, result))
     if result.is_late:
         console.print(
             Text(

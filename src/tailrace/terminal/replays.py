@@ -16,6 +16,18 @@ from tailrace.terminal.tables import UNKNOWN, Column, number, print_columns
 RECORDED = "recorded"
 
 
+def print_replay(
+    console: Console,
+    found: Fidelity | None,
+    outcomes: Sequence[ReplayOutcome],
+    recorded: tuple[str, int, Summary] | None,
+) -> None:
+    """Print how far to trust the simulation, if that is known, and what it says."""
+    if found is not None:
+        print_fidelity(console, found)
+    print_outcomes(console, outcomes, recorded)
+
+
 def print_fidelity(console: Console, found: Fidelity) -> None:
     """Print how far the simulation is from what was recorded."""
     console.print(Text("Simulated on the recorded replicas, against recorded", style="bold"))

@@ -1,6 +1,6 @@
 """Tables for people. What does not fit the terminal is left out, least important first."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -188,27 +188,38 @@ def print_max_load(console: Console, found: MaxLoad) -> None:
     console.print(Text(verdict))
 
 
-def print_summary(console: Console, summary: Summary) -> None:
+def print_summary(console: Console, summary: Summary, heading: str = "") -> None:
     """Print the figures of one run."""
-    rows = (
-        ("time to first token", "s", summary.ttft_s, 1.0),
-        ("time per output token", "ms", summary.tpot_s, 1e3),
-        ("end to end", "s", summary.e2e_s, 1.0),
-        ("scheduling delay", "s", summary.scheduling_delay_s, 1.0),
-    )
+    if heading:
+        console.print(heading, style="bold")
+        console.print()
+    latencies = {
+        "time to first token": summary.ttft_s,
+        "time per output token": summary.tpot_s,
+        "end to end": summary.e2e_s,
+        "scheduling delay": summary.scheduling_delay_s,
+    }
+    print_metrics(console, latencies, _facts(summary))
+
+
+def print_metrics(
+    console: Console, latencies: Mapping[str, Latency], facts: Sequence[tuple[str, str]]
+) -> None:
+    """Print latencies by name, those per token in ms, and some facts below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("latency")
     for title in ("", *(title for _, title in STATISTICS)):
         table.add_column(title, justify="right")
-    for label, unit, latency, scale in rows:
+    for label, latency in latencies.items():
+        unit, scale = ("ms", 1e3) if "per output token" in label else ("s", 1.0)
         cells = [number(_scaled(getattr(latency, field), scale)) for field, _ in STATISTICS]
         table.add_row(label, unit, *cells)
     console.print(table)
     console.print()
-    facts = Table(box=None, pad_edge=False, show_header=False)
-    for label, value in _facts(summary):
-        facts.add_row(label, value)
-    console.print(facts)
+    rows = Table(box=None, pad_edge=False, show_header=False)
+    for label, value in facts:
+        rows.add_row(label, Text(value))
+    console.print(rows)
 
 
 def _facts(s: Summary) -> list[tuple[str, str]]:

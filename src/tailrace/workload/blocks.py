@@ -3,9 +3,9 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.workload.draft import blank_rows, run_index
+from tailrace.workload.draft import run_index
 from tailrace.workload.prefix import content_keys
-from tailrace.workload.table import RUN, RequestTable
+from tailrace.workload.table import RUN, RequestTable, blank_rows
 
 Ints = NDArray[np.int64]
 
@@ -53,7 +53,7 @@ def _trie_nodes(ids: Ints, counts: Ints) -> Ints:
     rows["run_start"] = np.cumsum(counts) - counts
     runs = np.zeros(len(ids), RUN)
     runs["segment"], runs["tokens"] = ids, 1
-    key = content_keys(RequestTable(rows, runs)).run_key[run_index(rows)]
+    key = content_keys(RequestTable(rows, runs))[run_index(rows)]
     _, node = np.unique(key, return_inverse=True)
     return node.astype(np.int64)
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.workload.arrivals import zipf_weights
-from tailrace.workload.draft import Draft, blank_rows, merge, set_runs
+from tailrace.workload.draft import Draft, merge, set_runs
 from tailrace.workload.lengths import JointMixture, Lognormals, Streams, pick
-from tailrace.workload.table import RUN
+from tailrace.workload.table import RUN, blank_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.workload.blocks import block_runs
 from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS
-from tailrace.workload.draft import blank_rows
-from tailrace.workload.table import RUN, RequestTable
-from tailrace.workload.trace_formats import Imported
+from tailrace.workload.table import RUN, RequestTable, blank_rows
+from tailrace.workload.trace_formats import Imported, checked_number
 
 Ints = NDArray[np.int64]
 
@@ -144,15 +143,15 @@ def _line(where: str, request: str, data: dict[str, Any]) -> _Line:
     continues = data.get("continues")
     return _Line(
         request,
-        _number(where, data, "arrived", 0, MAX_TIME_S),
-        _number(where, data, "last", 0, MAX_TIME_S),
-        int(_number(where, data, "prompt_tokens", 1, MAX_TOKENS)),
-        int(_number(where, data, "output_tokens", 1, MAX_TOKENS)),
+        checked_number(where, data, "arrived", 0, MAX_TIME_S),
+        checked_number(where, data, "last", 0, MAX_TIME_S),
+        int(checked_number(where, data, "prompt_tokens", 1, MAX_TOKENS)),
+        int(checked_number(where, data, "output_tokens", 1, MAX_TOKENS)),
         session if isinstance(session, str) else None,
-        None if slo_s is None else _number(where, data, "ttft_slo_s", 1e-9, 1e9),
-        int(_number(where, data, "priority", -(2**31) + 1, 2**31 - 1)),
-        int(_number(where, data, "units", 1, 2**40)) if blocks else 1,
-        int(_number(where, data, "block_units", 1, 2**20)) if blocks else 1,
+        None if slo_s is None else checked_number(where, data, "ttft_slo_s", 1e-9, 1e9),
+        int(checked_number(where, data, "priority", -(2**31) + 1, 2**31 - 1)),
+        int(checked_number(where, data, "units", 1, 2**40)) if blocks else 1,
+        int(checked_number(where, data, "block_units", 1, 2**20)) if blocks else 1,
         blocks,
         str(data.get("end", "")),
         continues if isinstance(continues, str) else None,
@@ -163,17 +162,6 @@ def _text(where: str, data: dict[str, Any], key: str) -> str:
     value = data.get(key)
     if not isinstance(value, str):
         raise TailraceError(f"{where}, column {key}: must be a text, got {value!r}")
-    return value
-
-
-def _number(where: str, data: dict[str, Any], key: str, low: float, high: float) -> float:
-    value = data.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TailraceError(f"{where}, column {key}: must be a number, got {value!r}")
-    if not low <= value <= high:  # also refuses NaN
-        raise TailraceError(
-            f"{where}, column {key}: must be between {low:g} and {high:g}, got {value}"
-        )
     return value
 
 

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.workload.table import (
-    DEFAULT_TPOT_SLO_S,
-    DEFAULT_TTFT_SLO_S,
-    REQUEST,
-    RUN,
-    RequestTable,
-)
+from tailrace.workload.table import RUN, RequestTable
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -32,15 +26,6 @@ class Draft:
     runs: NDArray[np.void]
     segments: int
     sessions: int
-
-
-def blank_rows(count: int) -> NDArray[np.void]:
-    """Return rows [count] with every column at its default; lengths are left at 0."""
-    rows = np.zeros(count, REQUEST)
-    rows["session"] = rows["parent"] = -1
-    rows["ttft_slo_s"] = DEFAULT_TTFT_SLO_S
-    rows["tpot_slo_s"] = DEFAULT_TPOT_SLO_S
-    return rows
 
 
 def set_runs(rows: NDArray[np.void], columns: Sequence[tuple[Ints, Ints]]) -> NDArray[np.void]:

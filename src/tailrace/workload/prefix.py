@@ -1,7 +1,5 @@
 """Hashes of prompt content: two prompts agree as far as their keys agree."""
 
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -15,21 +13,6 @@ _PRIVATE_SALT = np.uint64(0x70726976617465FF)
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
-class ContentKeys(NamedTuple):
-    """Keys of every run of a table.
-
-    run_key [U] uint64: hash of all earlier runs (segment, tokens) of the request and of this run's
-    segment. Equal keys mean the same stream behind the same prefix, so the shorter of two such runs
-    is a prefix of the longer.
-    run_offset [U] int64: prompt tokens before the run.
-    first_segment [R] int64: segment of a request's first run, -1 if it has none.
-    """
-
-    run_key: Hashes
-    run_offset: NDArray[np.int64]
-    first_segment: NDArray[np.int64]
-
-
 def mix64(values: Hashes) -> Hashes:
     """Scramble 64-bit numbers [n] (the finaliser of SplitMix64)."""
     z = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -37,29 +20,28 @@ def mix64(values: Hashes) -> Hashes:
     return z ^ (z >> np.uint64(31))
 
 
-def content_keys(table: RequestTable) -> ContentKeys:
-    """Return the keys of all runs; one pass per run position, not per request."""
+def content_keys(table: RequestTable) -> Hashes:
+    """Return the keys [U] of all runs; one pass per run position, not per request.
+
+    A key is the hash of all earlier runs (segment, tokens) of the request and of this run's
+    segment. Equal keys mean the same stream behind the same prefix, so the shorter of two such runs
+    is a prefix of the longer.
+    """
     rows, runs = table.rows, table.runs
     key = np.zeros(len(runs), np.uint64)
-    offset = np.zeros(len(runs), np.int64)
-    first_segment = np.full(len(rows), -1, np.int64)
     start = rows["run_start"]
     live = np.flatnonzero(rows["run_count"] > 0)
-    first_segment[live] = runs["segment"][start[live]]
     path = np.full(len(rows), _CONTENT_SALT)
-    before = np.zeros(len(rows), np.int64)
     position = 0
     while live.size:
         at = start[live] + position
         key[at] = _step(path[live], runs["segment"][at])
-        offset[at] = before[live]
         tokens = runs["tokens"][at]
         # An empty run is no content: it must not change what follows.
         path[live] = np.where(tokens > 0, _step(key[at], tokens), path[live])
-        before[live] += tokens
         position += 1
         live = live[rows["run_count"][live] > position]
-    return ContentKeys(key, offset, first_segment)
+    return key
 
 
 def prefix_hash(table: RequestTable, tokens: int = 256) -> Hashes:
@@ -99,7 +81,7 @@ def repeated_tokens(table: RequestTable, *, answers: bool = False) -> NDArray[np
     if index.size == 0:
         return np.zeros(len(rows), np.int64)
     owner = np.repeat(np.arange(len(rows)), count)
-    key = content_keys(table).run_key[index]
+    key = content_keys(table)[index]
     tokens = table.runs["tokens"][index].astype(np.int64)
     extent = tokens.copy()
     if answers:

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.files import atomic_path
 from tailrace.workload.columns import MAX_TOKENS, Sheet
-from tailrace.workload.draft import blank_rows, gather_runs
-from tailrace.workload.table import RUN, RequestTable
+from tailrace.workload.draft import gather_runs
+from tailrace.workload.table import RUN, RequestTable, blank_rows
 from tailrace.workload.trace_formats import Imported
 
 Ints = NDArray[np.int64]

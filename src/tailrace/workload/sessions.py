@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.workload.content import PromptPool
-from tailrace.workload.draft import Draft, blank_rows, merge, set_runs
+from tailrace.workload.draft import Draft, merge, set_runs
 from tailrace.workload.lengths import Lognormals, Streams
+from tailrace.workload.table import blank_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

@@ -43,6 +43,15 @@ REQUEST = np.dtype(
 RUN = np.dtype([("segment", "i8"), ("tokens", "i4"), ("reserved", "i4")])
 
 
+def blank_rows(count: int) -> NDArray[np.void]:
+    """Return rows [count] with every column at its default; lengths are left at 0."""
+    rows = np.zeros(count, REQUEST)
+    rows["session"] = rows["parent"] = -1
+    rows["ttft_slo_s"] = DEFAULT_TTFT_SLO_S
+    rows["tpot_slo_s"] = DEFAULT_TPOT_SLO_S
+    return rows
+
+
 class RowError(TailraceError):
     """What is wrong with one row; ``row`` is its number, ``what`` the error."""
 
@@ -75,13 +84,10 @@ class RequestTable:
         **columns: NDArray[np.generic] | float,
     ) -> "RequestTable":
         """Build and validate a table from columns; what is left out gets its default."""
-        rows = np.zeros(len(arrival_s), REQUEST)
+        rows = blank_rows(len(arrival_s))
         rows["arrival_s"] = arrival_s
         rows["prompt_tokens"] = prompt_tokens
         rows["output_tokens"] = output_tokens
-        rows["session"] = rows["parent"] = -1
-        rows["ttft_slo_s"] = DEFAULT_TTFT_SLO_S
-        rows["tpot_slo_s"] = DEFAULT_TPOT_SLO_S
         for name, values in columns.items():
             rows[name] = values
         flat = np.zeros(0, RUN)

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.workload.blocks import block_runs
 from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS, Sheet
-from tailrace.workload.draft import blank_rows
-from tailrace.workload.table import RUN, RequestTable
+from tailrace.workload.table import RUN, RequestTable, blank_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -115,9 +114,12 @@ def _record(where: str, line: str) -> _Record:
         raise TailraceError(f"{where}: not JSON ({error})") from None
     if not isinstance(data, dict):
         raise TailraceError(f"{where}: must be a JSON object")
-    prompt = int(_number(where, data, "input_length", 1, MAX_TOKENS, whole=True))
-    output = int(_number(where, data, "output_length", 1, MAX_TOKENS, whole=True))
-    stamp_ms = _number(where, data, "timestamp", 0, MAX_TIME_S * 1e3)
+    for key in ("input_length", "output_length", "timestamp"):
+        if key not in data:
+            raise TailraceError(f"{where}, column {key}: is missing")
+    prompt = int(checked_number(where, data, "input_length", 1, MAX_TOKENS, whole=True))
+    output = int(checked_number(where, data, "output_length", 1, MAX_TOKENS, whole=True))
+    stamp_ms = checked_number(where, data, "timestamp", 0, MAX_TIME_S * 1e3)
     ids = data.get("hash_ids") or []
     if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**63 for i in ids):
         raise TailraceError(f"{where}, column hash_ids: must be a list of whole numbers")
@@ -130,13 +132,11 @@ def _record(where: str, line: str) -> _Record:
     return _Record(stamp_ms, prompt, output, ids)
 
 
-def _number(
+def checked_number(
     where: str, data: dict[str, Any], key: str, low: float, high: float, *, whole: bool = False
 ) -> float:
     """Return a number of a record within bounds."""
-    if key not in data:
-        raise TailraceError(f"{where}, column {key}: is missing")
-    value = data[key]
+    value = data.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TailraceError(f"{where}, column {key}: must be a number, got {value!r}")
     if not low <= value <= high:  # also refuses NaN

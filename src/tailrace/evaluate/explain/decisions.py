@@ -12,12 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.evaluate.explain.audit import MAX_EXPLAINED
-from tailrace.evaluate.explain.explain_state import Reason, by_quantity, deviation, shown
+from tailrace.evaluate.explain.explain_state import Reason, by_quantity, deviation, load_of, shown
 from tailrace.evaluate.explain.inspect import EQUAL, visit
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.runner import policy_for, simulation
 from tailrace.policy.base import BuiltinPolicy
-from tailrace.policy.learned import architecture as a
 from tailrace.policy.learned.architecture import STD_FLOOR
 from tailrace.policy.learned.explain import explain
 from tailrace.policy.learned.observation import (
@@ -28,7 +27,7 @@ from tailrace.policy.learned.observation import (
     Feature,
     observe,
 )
-from tailrace.policy.learned.policy import LearnedPolicy, prior_scores
+from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.sim import engine
 from tailrace.sim.simulator import Simulation
 from tailrace.view.records import View
@@ -166,10 +165,7 @@ class DecisionWatcher:
         policy = self._policy
         if not isinstance(policy, LearnedPolicy):
             return
-        prior = np.zeros(len(mask))
-        prior_scores(view, policy.params, prior)
-        start = int(policy.params[a.M])
-        memory = policy.params.view(np.float32)[start : start + policy.config.memory].copy()
+        prior, memory = policy.observed(view)[2], policy.memory.copy()
         rows, request = view.replicas.copy(), view.request.copy()
         scenario, margin = self._scenario, self._margin
 
@@ -180,10 +176,7 @@ class DecisionWatcher:
             choices = tuple(
                 Choice(
                     replica=i,
-                    queued=int(row["queued"]),
-                    in_flight=int(row["in_flight"]),
-                    cached_tokens=int(row["cached_tokens"]),
-                    speed=float(row["speed"]),
+                    **load_of(row),
                     probability=float(explained.probabilities[i]),
                     taken=i == taken,
                     instead=i == instead,
@@ -248,9 +241,8 @@ def contrast(
 
 
 def words(feature: Feature) -> str:
-    """What a feature says, also where its help leans on that of the one before."""
-    name = feature.name.replace("_", " ")
-    return name if feature.help.startswith("the same") else f"{name} ({feature.help})"
+    """Name and meaning of a feature."""
+    return f"{feature.name.replace('_', ' ')} ({feature.help})"
 
 
 # ---- over many decisions ------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,15 +14,8 @@ from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.architecture import STD_FLOOR
 from tailrace.policy.learned.explain import Explanation, explain
-from tailrace.policy.learned.observation import (
-    N_REPLICA_FEATURES,
-    N_REQUEST_FEATURES,
-    REPLICA_FEATURES,
-    REQUEST_FEATURES,
-    Feature,
-    observe,
-)
-from tailrace.policy.learned.policy import LearnedPolicy, prior_scores
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES, Feature
+from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.view.records import View
 
 #: Reasons given per replica.
@@ -56,6 +50,11 @@ class Option:
     reasons: tuple[Reason, ...]  #: the strongest first
 
 
+def load_of(row: np.void) -> dict[str, Any]:
+    """Return the figures of a replica's view that people are shown."""
+    return {name: row[name].item() for name in ("queued", "in_flight", "cached_tokens", "speed")}
+
+
 @dataclass(frozen=True)
 class StateExplanation:
     """What a policy does in a state."""
@@ -71,13 +70,8 @@ class StateExplanation:
 def explain_state(policy: LearnedPolicy, state: State, name: str) -> StateExplanation:
     """Ask a policy, with an empty memory, what it does and why; and the rules what they would."""
     view = view_of(state)
-    n = len(view.replicas)
-    check_size(n)
-    replica_obs = np.zeros((n, N_REPLICA_FEATURES), np.float32)
-    request_obs = np.zeros(N_REQUEST_FEATURES, np.float32)
-    observe(view, replica_obs, request_obs)
-    prior = np.zeros(n)
-    prior_scores(view, policy.params, prior)
+    check_size(len(view.replicas))
+    replica_obs, request_obs, prior = policy.observed(view)
     mask = view.replicas["available"] != 0
     explained = explain(policy, replica_obs, request_obs, mask, prior)
     reasons = _reasons(policy, explained, replica_obs, request_obs, mask)
@@ -85,10 +79,7 @@ def explain_state(policy: LearnedPolicy, state: State, name: str) -> StateExplan
         Option(
             replica=i,
             available=bool(mask[i]),
-            queued=int(row["queued"]),
-            in_flight=int(row["in_flight"]),
-            cached_tokens=int(row["cached_tokens"]),
-            speed=float(row["speed"]),
+            **load_of(row),
             logit=float(explained.logits[i]) if np.isfinite(explained.logits[i]) else None,
             probability=float(explained.probabilities[i]),
             reasons=reasons[i],
@@ -176,7 +167,7 @@ def _of_replica(
     feature = REPLICA_FEATURES[column]
     others = mask.copy()
     others[i] = False
-    here = f"{_words(feature)}: {shown(feature, float(replica_obs[i, column]))}"
+    here = f"{feature.help}: {shown(feature, float(replica_obs[i, column]))}"
     if not others.any():
         return here
     return f"{here}, elsewhere {shown(feature, float(replica_obs[others, column].mean()))}"
@@ -184,12 +175,7 @@ def _of_replica(
 
 def _of_request(feature: Feature, value: float, usual: float) -> str:
     now, then = shown(feature, float(value)), shown(feature, float(usual))
-    return f"{_words(feature)}: {now}, in training {then}"
-
-
-def _words(feature: Feature) -> str:
-    """What a feature says, also where its help leans on that of the one before."""
-    return feature.name.replace("_", " ") if feature.help.startswith("the same") else feature.help
+    return f"{feature.help}: {now}, in training {then}"
 
 
 # ---- back to units ------------------------------------------------------------------------------

@@ -13,14 +13,8 @@ from tailrace.evaluate.explain.audit import Audit, States, audit, check_size, jo
 from tailrace.evaluate.measure.runner import simulation
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy
-from tailrace.policy.learned import architecture as a
-from tailrace.policy.learned.observation import (
-    N_REPLICA_FEATURES,
-    N_REQUEST_FEATURES,
-    REPLICA_FEATURES,
-    observe,
-)
-from tailrace.policy.learned.policy import LearnedPolicy, prior_scores
+from tailrace.policy.learned.observation import REPLICA_FEATURES
+from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.sim import engine
 from tailrace.sim.simulator import Simulation, uses_reference
@@ -115,7 +109,7 @@ def inspect(
     seed: int,
     *,
     states: int = 1000,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Inspection:
     """Play scenarios with a policy and look at about ``states`` of its decisions in each."""
     found, behaviours = [], []
@@ -123,11 +117,9 @@ def inspect(
         seen, behaviour = _play(policy.copy(), with_capacity(world), seed, states)
         found.append(seen)
         behaviours.append(behaviour)
-        if progress is not None:
-            progress()
-    audited = audit(policy, join(found))
-    if progress is not None:
         progress()
+    audited = audit(policy, join(found))
+    progress()
     about = description(policy)
     return Inspection(policy.name, parameters(policy), about, tuple(behaviours), audited)
 
@@ -207,16 +199,11 @@ class _Watcher:
     def look(self) -> None:
         """Look at the decision at hand and leave everything as it was."""
         view = self._simulation.view()
-        n = len(view.replicas)
         mask = view.replicas["available"] != 0
-        replica_obs = np.zeros((n, N_REPLICA_FEATURES), np.float32)
-        request_obs = np.zeros(N_REQUEST_FEATURES, np.float32)
-        observe(view, replica_obs, request_obs)
-        prior = np.zeros(n)
         before = view.router.copy()
-        prior_scores(view, self._policy.params, prior)
-        memory = _memory_of(self._policy).copy()
-        _memory_of(self._twin)[:] = memory
+        replica_obs, request_obs, prior = self._policy.observed(view)
+        memory = self._policy.memory.copy()
+        self._twin.memory[:] = memory
         logits = -self._twin.scores(view)
         self._best.append(self._opinions(mask))
         self._simulation.arrays[0].router[0] = before  # rules draw random numbers
@@ -246,11 +233,6 @@ class _Watcher:
             for rule, of_rule in zip(self._rules, best, strict=True)
         ]
         return tuple(sorted(habits, key=lambda h: -1.0 if h.best is None else h.best, reverse=True))
-
-
-def _memory_of(policy: LearnedPolicy) -> NDArray[np.float32]:
-    start = int(policy.params[a.M])
-    return policy.params.view(np.float32)[start : start + policy.config.memory]
 
 
 # ---- habits -------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.evaluate.measure.runner import policy_for
-from tailrace.files import atomic_path, dumps
+from tailrace.files import dumps, write_text
 from tailrace.policy import registry, shipped
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.checkpoint import SHIPPED, SUFFIX
@@ -94,8 +94,7 @@ def record_best(suite: str, best_single: str, best_of_each: dict[str, str]) -> N
     if BEST_FILE.is_file():
         known = json.loads(BEST_FILE.read_text(encoding="utf-8"))
     known[suite] = {"best_single": best_single, "best_of_each": best_of_each}
-    with atomic_path(BEST_FILE) as temporary:
-        temporary.write_text(dumps(dict(sorted(known.items()))) + "\n", encoding="utf-8")
+    write_text(BEST_FILE, dumps(dict(sorted(known.items()))) + "\n")
 
 
 def baselines_of(names: Sequence[str], scenario: Scenario) -> list[Contender]:

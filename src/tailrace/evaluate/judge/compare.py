@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
-from tailrace.evaluate.judge.bootstrap import BOOTSTRAP_SAMPLES, Interval, bounds, resampled
+from tailrace.evaluate.judge.bootstrap import Interval, bounds, resampled
 from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
 from tailrace.evaluate.measure.runner import policy_for, run
 from tailrace.parallel import WorkerPool
@@ -50,16 +50,21 @@ class ComparisonTask:
     warmup: float
 
 
+def simulated(task: ComparisonTask) -> Summary:
+    """Play a task in the simulator."""
+    return summarise(run(task.scenario, task.policy, task.rate, task.seed), task.warmup)
+
+
 def compare(
     scenario: Scenario,
     policies: Sequence[str],
     seeds: Sequence[int],
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
     *,
     reference: str = DEFAULT_REFERENCE,
     warmup_fraction: float = 0.0,
-    play: Callable[[ComparisonTask], Summary] | None = None,
+    play: Callable[[ComparisonTask], Summary] = simulated,
 ) -> Comparison:
     """Run every policy on every seed and rank them by composite cost.
 
@@ -80,10 +85,9 @@ def compare(
     ]
     found: dict[tuple[str, int], Summary] = {}
     with WorkerPool(jobs) as pool:
-        for done, (task, summary) in enumerate(pool.run(play or _simulate, tasks), start=1):
+        for done, (task, summary) in enumerate(pool.run(play, tasks), start=1):
             found[task.policy, task.seed] = summary
-            if progress is not None:
-                progress(done)
+            progress(done)
     runs = {policy: tuple(found[policy, seed] for seed in seeds) for policy in wanted}
     entries = [
         Entry(policy, _versus(runs[policy], runs[reference]), averaged(runs[policy]), runs[policy])
@@ -98,14 +102,12 @@ def averaged(runs: Sequence[Summary]) -> Summary:
     return Summary(**{f.name: _merge([getattr(r, f.name) for r in runs]) for f in fields(Summary)})
 
 
-def ratio_interval(
-    costs: NDArray[np.float64], reference: NDArray[np.float64], samples: int = BOOTSTRAP_SAMPLES
-) -> Interval:
+def ratio_interval(costs: NDArray[np.float64], reference: NDArray[np.float64]) -> Interval:
     """Return mean(costs) / mean(reference), both [seeds], with its paired bootstrap interval."""
     ratio = float(costs.mean() / reference.mean())
     if len(costs) < 2:
         return Interval(ratio, None, None)
-    drawn = resampled(len(costs), samples)
+    drawn = resampled(len(costs))
     return Interval(ratio, *bounds(costs[drawn].mean(axis=1) / reference[drawn].mean(axis=1)))
 
 
@@ -129,7 +131,3 @@ def _merge(values: Sequence[Any]) -> Any:
         names = [f.name for f in fields(Latency)]
         return Latency(**{n: _merge([getattr(v, n) for v in known]) for n in names})
     return None
-
-
-def _simulate(task: ComparisonTask) -> Summary:
-    return summarise(run(task.scenario, task.policy, task.rate, task.seed), task.warmup)

@@ -133,15 +133,14 @@ def play(
     results: Results,
     tasks: Sequence[ReplayTask],
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> Replays:
     """Play what the plots need; ``progress`` gets how many tasks are done."""
     found: list[Found] = []
     with WorkerPool(jobs) as pool:
         for done, (_, part) in enumerate(pool.run(work, tasks), start=1):
             found += part
-            if progress is not None:
-                progress(done)
+            progress(done)
     runs = tuple(f for f in found if isinstance(f, Replay))
     order = {name: k for k, name in enumerate(results.grid.scenarios)}
     decisions = [f for f in found if isinstance(f, Decisions)]
@@ -206,14 +205,8 @@ def _loads(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTask]:
     for scenario in wanted:
         names = [n for n, part in shown(results, scenario.name).items() if part != "each"]
         for load in LOADS:
-            changes = {
-                "load": load,
-                "rate": None,
-                "requests": min(LOAD_REQUESTS, scenario.workload.requests),
-            }
-            at = scenario.model_copy(
-                update={"workload": scenario.workload.model_copy(update=changes)}
-            )
+            requests = min(LOAD_REQUESTS, scenario.workload.requests)
+            at = scenario.with_workload(load=load, rate=None, requests=requests)
             for seed in results.data.seeds[:LOAD_SEEDS]:
                 traffic = Traffic(at, resolve_rate(at), seed)
                 warmup = results.data.warmup_fraction

@@ -25,7 +25,7 @@ from tailrace.evaluate.measure.cells import Cell, source_digest
 from tailrace.evaluate.measure.contender import Role
 from tailrace.evaluate.measure.metrics import Latency, Summary
 from tailrace.evaluate.measure.tail import Extremes
-from tailrace.files import atomic_path, dumps, plain
+from tailrace.files import atomic_path, dumps, plain, write_text
 from tailrace.seeds import purpose_of
 
 PARQUET, JSON = "results.parquet", "results.json"
@@ -177,8 +177,7 @@ def write(found: Evaluation, folder: Path) -> None:
     """Write both files into ``folder``."""
     with atomic_path(folder / PARQUET) as temporary:
         pyarrow.parquet.write_table(table(found), temporary, compression="zstd")
-    with atomic_path(folder / JSON) as temporary:
-        temporary.write_text(as_text(results_of(found)) + "\n", encoding="utf-8")
+    write_text(folder / JSON, as_text(results_of(found)) + "\n")
 
 
 def as_text(results: ResultsFile) -> str:

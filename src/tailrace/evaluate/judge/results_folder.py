@@ -73,9 +73,7 @@ class Results:
             found = scenarios.load(name)
         else:
             return None
-        requests = {"requests": self.data.requests[name]}
-        found = found.model_copy(update={"workload": found.workload.model_copy(update=requests)})
-        return with_capacity(found)
+        return with_capacity(found.with_workload(requests=self.data.requests[name]))
 
 
 def load(folder: Path, policy: str | None = None) -> Results:

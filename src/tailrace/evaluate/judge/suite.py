@@ -73,10 +73,7 @@ def load_scenarios(names: Sequence[str], requests: int | None = None) -> list[Sc
         if taken.count(name) > 1:
             raise TailraceError(f"two scenarios are called '{name}'; each can take part once")
     if requests is not None:
-        found = [
-            s.model_copy(update={"workload": s.workload.model_copy(update={"requests": requests})})
-            for s in found
-        ]
+        found = [s.with_workload(requests=requests) for s in found]
     return [with_capacity(s) for s in found]
 
 
@@ -172,7 +169,7 @@ def evaluate(
     folder: Path,
     *,
     jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
     player: Player = simulator,
 ) -> Evaluation:
     """Do an evaluation; its cells are kept in ``folder`` and used again.

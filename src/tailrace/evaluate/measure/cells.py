@@ -9,18 +9,19 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.contender import Contender, Role
-from tailrace.evaluate.measure.metrics import Latency, Summary, summarise
+from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import run
 from tailrace.evaluate.measure.tail import Extremes, extremes
-from tailrace.files import atomic_path, dumps, plain
+from tailrace.files import dumps, plain, write_text
 from tailrace.parallel import WorkerPool
 from tailrace.sim.result import SimResult
 
@@ -51,6 +52,9 @@ class Cell:
     seed: int
     summary: Summary
     extremes: Extremes
+
+
+_CELL = TypeAdapter(Cell)
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,7 @@ def work(task: CellTask) -> list[Cell]:
         cell = measured(task, contender)
         path = cell_path(task, contender)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_path(path) as temporary:
-            temporary.write_text(dumps(cell), encoding="utf-8")
+        write_text(path, dumps(cell))
         done.append(cell)
     return done
 
@@ -151,23 +154,10 @@ def measured(task: CellTask, contender: Contender) -> Cell:
 def read_cell(path: Path, contender: Contender, traffic: Traffic) -> Cell | None:
     """Return a cell from its file under its present names; None if there is no whole one."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return Cell(
-            traffic.scenario.name,
-            contender.label,
-            traffic.seed,
-            _summary(data["summary"]),
-            Extremes(**data["extremes"]),
-        )
-    except (OSError, ValueError, KeyError, TypeError):
+        cell = _CELL.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
-
-
-def _summary(data: dict[str, Any]) -> Summary:
-    latencies = {f.name for f in fields(Summary) if f.type is Latency}
-    values: dict[str, Any] = {k: Latency(**v) if k in latencies else v for k, v in data.items()}
-    values["replica_share"] = tuple(data["replica_share"])
-    return Summary(**values)
+    return replace(cell, scenario=traffic.scenario.name, policy=contender.label, seed=traffic.seed)
 
 
 @dataclass(frozen=True)
@@ -189,7 +179,7 @@ def gather(
     folder: Path,
     *,
     jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda *_: None,
     player: Player = simulator,
 ) -> list[Cell]:
     """Return all cells of the batches, from ``folder`` or else measured now and kept there.
@@ -210,14 +200,12 @@ def gather(
                     cells.append(cell)
             tasks += [replace(whole, contenders=part) for part in _parts(missing)]
     kept = len(cells)
-    if progress is not None:
-        progress(kept, kept)
+    progress(kept, kept)
     tasks.sort(key=_urgency)
     with WorkerPool(jobs) as pool:
         for _, found in pool.run(work, tasks):
             cells += found
-            if progress is not None:
-                progress(len(cells), kept)
+            progress(len(cells), kept)
     return cells
 
 

@@ -41,14 +41,9 @@ def _without_nan(column: Any) -> Any:
     return pa.array(np.ascontiguousarray(column), from_pandas=True)
 
 
-def check_requests_target(path: Path) -> None:
-    """Refuse a file whose name says neither CSV nor Parquet, or that cannot be written."""
-    check_target(path, SUFFIXES)
-
-
 def write_requests(result: SimResult, path: Path) -> None:
     """Write the per-request results to ``path``; its ending says the format."""
-    check_requests_target(path)
+    check_target(path, SUFFIXES)
     columns = request_columns(result)
     with atomic_path(path) as temporary:
         if path.suffix.lower() == ".csv":

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
@@ -73,14 +74,16 @@ def run(
     progress: Callable[[int], None] | None = None,
 ) -> SimResult:
     """Simulate a scenario with one policy; ``progress`` gets how many requests have ended."""
-    return simulate(
-        scenario.cluster,
-        traffic(scenario, rate, seed),
-        policy_for(scenario, policy),
-        router=scenario.router,
-        engine=scenario.engine,
-        events=scenario.events,
-        seed=seed,
-        record_batches=record_batches,
-        progress=progress,
-    )
+    table, driver = traffic(scenario, rate, seed), policy_for(scenario, policy)
+    return play(scenario, table, driver, seed, record_batches=record_batches, progress=progress)
+
+
+def play(
+    scenario: Scenario, table: RequestTable, policy: Policy, seed: int, **how: Any
+) -> SimResult:
+    """Simulate any requests on a scenario's cluster, with its router, engine and events.
+
+    ``how`` is passed on to :func:`tailrace.sim.simulator.simulate`.
+    """
+    how |= {"router": scenario.router, "engine": scenario.engine, "events": scenario.events}
+    return simulate(scenario.cluster, table, policy, seed=seed, **how)

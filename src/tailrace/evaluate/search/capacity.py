@@ -79,7 +79,7 @@ def max_load(
     *,
     seed: int = 0,
     tolerance: float = TOLERANCE,
-    progress: Callable[[LoadProbe], None] | None = None,
+    progress: Callable[[LoadProbe], None] = lambda _: None,
 ) -> MaxLoad:
     """Find the highest rate at which a policy stays within all objectives, by bisection.
 
@@ -90,9 +90,8 @@ def max_load(
     if not objectives:
         raise TailraceError("a search for the highest load needs at least one objective")
     saturation = capacity_rps(scenario)
-    scenario = _with_requests(
-        scenario, max(scenario.workload.requests, _least_probe_requests(scenario))
-    )
+    requests = max(scenario.workload.requests, _least_probe_requests(scenario))
+    scenario = scenario.with_workload(requests=requests)
     probes: list[LoadProbe] = []
 
     def within(load: float) -> bool:
@@ -100,8 +99,7 @@ def max_load(
         summary = summarise(run(scenario, policy, rate, seed))
         probe = LoadProbe(rate, load, all(o.met(summary) for o in objectives), summary)
         probes.append(probe)
-        if progress is not None:
-            progress(probe)
+        progress(probe)
         return probe.met
 
     low, high = _bracket(within)
@@ -133,8 +131,3 @@ def _least_probe_requests(scenario: Scenario) -> int:
     if uses_reference(scenario.cluster, scenario.engine):
         return REFERENCE_REQUESTS
     return max(MIN_PROBE_REQUESTS, PROBE_REQUESTS_PER_REPLICA * scenario.cluster.size)
-
-
-def _with_requests(scenario: Scenario, count: int) -> Scenario:
-    workload = scenario.workload.model_copy(update={"requests": count})
-    return scenario.model_copy(update={"workload": workload})

@@ -7,7 +7,7 @@ ranks policies as the composite cost does (else something else is learned).
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -152,42 +152,26 @@ class HeadroomEnv(Core):
         self.reset(self._seeds)
         # Each cluster's own copy: a network's memory is part of its parameters.
         drivers = [_own(policy) for _ in range(self.n)]
-        rewards: list[Array] = []
-        raws: list[Array] = []
-        costs: list[Array] = []
-        terms: list[Array] = []
+        steps: list[Array] = []
         while (active := self.step_out.status != engine.OVER).any():
             actions = np.full(self.n, SKIP)
             for c in np.flatnonzero(active):
-                driver = drivers[c]
-                actions[c] = engine.choice(
-                    self._fleets[0],
-                    self._tables,
-                    int(c),
-                    driver.rule.code,
-                    driver.params,
-                    driver.lowest_id_wins,
-                )
+                rule = (drivers[c].rule.code, drivers[c].params, drivers[c].lowest_id_wins)
+                actions[c] = engine.choice(self._fleets[0], self._tables, int(c), *rule)
             reward, _ = self.step(actions)
             if not np.isfinite(self.reward.raw[active]).all():
                 raise TailraceError(f"the reward of {name} is not finite; check its weights")
-            shown = np.where(active, (reward, self.reward.raw, self.step_out.cost), np.nan)
-            rewards.append(shown[0])
-            raws.append(shown[1])
-            costs.append(shown[2])
-            terms.append(np.where(active, list(self.reward.terms.values()), np.nan))
-        return self._summary(name, policy, *map(np.array, (rewards, raws, costs, terms)))
+            seen = (reward, self.reward.raw, self.step_out.cost, *self.reward.terms.values())
+            steps.append(np.where(active, seen, np.nan))
+        return self._summary(name, policy, np.array(steps))
 
-    def _summary(
-        self,
-        name: str,
-        policy: BuiltinPolicy,
-        rewards: Array,
-        raws: Array,
-        costs: Array,
-        terms: Array,
-    ) -> RewardResult:
-        """Summarise arrays [T, seeds] and terms [T, terms, seeds]; NaN where a run was over."""
+    def _summary(self, name: str, policy: BuiltinPolicy, steps: Array) -> RewardResult:
+        """Summarise the steps [T, 3 + terms, seeds]; NaN where a run was over.
+
+        Rows are the reward, the same before its bound, the composite cost, and the terms.
+        """
+        rewards, raws, costs = steps[:, 0], steps[:, 1], steps[:, 2]
+        terms = np.nanmean(steps[:, 3:], axis=(0, 2)).tolist()
         bound = self.settings.reward.bound
         known = rewards[np.isfinite(rewards)]
         per_seed, cost_per_seed = np.nanmean(rewards, axis=0), np.nanmean(costs, axis=0)
@@ -201,9 +185,7 @@ class HeadroomEnv(Core):
             magnitude=float(np.abs(known).mean()),
             raw=RewardDistribution.of(raws[np.isfinite(raws)]),
             at_bound=0.0 if bound is None else float((np.abs(known) >= AT_BOUND * bound).mean()),
-            terms=dict(
-                zip(self.reward.terms, np.nanmean(terms, axis=(0, 2)).tolist(), strict=True)
-            ),
+            terms=dict(zip(self.reward.terms, terms, strict=True)),
         )
 
 
@@ -239,7 +221,7 @@ def headroom(
     seeds: Sequence[int],
     *,
     decisions: int = 1000,
-    progress: Callable[[], None] | None = None,
+    progress: Callable[[], None] = lambda: None,
 ) -> Headroom:
     """Play every policy on the same arrivals of every (training) seed; ``progress`` after each."""
     if not seeds or len(set(seeds)) != len(seeds):
@@ -256,8 +238,7 @@ def headroom(
     played = []
     for name, policy in policies.items():
         played.append(stage.play(name, policy))
-        if progress is not None:
-            progress()
+        progress()
     return judged(scenario, reward, seeds, decisions, played)
 
 
@@ -293,7 +274,7 @@ def judged(
         at_bound=max(p.at_bound for p in ranked),
         verdicts=(),
     )
-    return Headroom(**{**vars(found), "verdicts": tuple(_verdicts(found))})
+    return replace(found, verdicts=tuple(_verdicts(found)))
 
 
 def _gain(played: RewardResult, best: RewardResult, magnitude: float) -> Gain:

@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.metrics import composite_cost_s
+from tailrace.evaluate.measure.runner import play
 from tailrace.evaluate.measure.runner import traffic as requests_of
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.seeds import generator
-from tailrace.sim.simulator import simulate
 from tailrace.view.records import View
 
 
@@ -66,15 +66,7 @@ def record(traffic: Traffic, make: Callable[[], Policy], epsilon: float) -> Reco
     scenario = traffic.scenario
     table = requests_of(scenario, traffic.rate_rps, traffic.seed)
     recorder = StateRecorder(make(), len(table), epsilon, traffic.seed)
-    result = simulate(
-        scenario.cluster,
-        table,
-        recorder,
-        router=scenario.router,
-        engine=scenario.engine,
-        events=scenario.events,
-        seed=traffic.seed,
-    )
+    result = play(scenario, table, recorder, traffic.seed)
     sent = result.requests["replica"] >= 0
     cost = composite_cost_s(result)
     return RecordedStates(

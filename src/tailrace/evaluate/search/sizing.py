@@ -105,7 +105,7 @@ def plan(
     policies: Sequence[str],
     *,
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[Need]:
     """Return what each policy needs, in the order given; every cluster meets the same requests.
 
@@ -121,8 +121,7 @@ def plan(
     with WorkerPool(jobs) as pool:
         for task, need in pool.run(search, tasks):
             found[task.policy] = need
-            if progress is not None:
-                progress(len(found))
+            progress(len(found))
     return [found[policy] for policy in policies]
 
 
@@ -130,8 +129,7 @@ def simulated(task: SizingTask, counts: Counts, target_s: float | None) -> Trial
     """Try a cluster in the simulator, seed by seed until an objective fails."""
     scenario = _with(task.wanted.scenario, task.kinds, counts)
     if target_s is not None:
-        workload = scenario.workload.model_copy(update={"ttft_slo_s": target_s})
-        scenario = scenario.model_copy(update={"workload": workload})
+        scenario = scenario.with_workload(ttft_slo_s=target_s)
     for seed in task.wanted.seeds:
         summary = summarise(run(scenario, task.policy, resolve_rate(scenario), seed))
         met = all(objective.met(summary) for objective in task.wanted.objectives)

@@ -16,6 +16,7 @@ from tailrace.errors import unknown_name
 from tailrace.evaluate.judge.baselines import REFERENCE
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.metrics import summarise
+from tailrace.evaluate.measure.runner import play
 from tailrace.evaluate.measure.runner import traffic as requests_of
 from tailrace.evaluate.search import linear
 from tailrace.evaluate.search.cmaes import CmaEs
@@ -25,7 +26,6 @@ from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.observation import REPLICA_FEATURES
 from tailrace.seeds import Purpose, generator, require
-from tailrace.sim.simulator import simulate
 
 Array = NDArray[np.float64]
 #: Turns numbers into a policy; must stand at the top of a module, so that workers find it.
@@ -113,15 +113,7 @@ def costs(task: CostTask) -> Array:
     table = requests_of(scenario, traffic.rate_rps, traffic.seed)
     found = np.empty(len(task.candidates))
     for k, candidate in enumerate(task.candidates):
-        result = simulate(
-            scenario.cluster,
-            table,
-            task.make(candidate),
-            router=scenario.router,
-            engine=scenario.engine,
-            events=scenario.events,
-            seed=traffic.seed,
-        )
+        result = play(scenario, table, task.make(candidate), traffic.seed)
         found[k] = summarise(result, WARMUP).cost_s
     return found
 

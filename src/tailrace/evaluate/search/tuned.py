@@ -12,7 +12,7 @@ from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.search import linear
 from tailrace.evaluate.search.tune import Tuned, TuningObjective, tune_linear
-from tailrace.files import atomic_path, dumps
+from tailrace.files import dumps, write_text
 from tailrace.parallel import WorkerPool
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.observation import REPLICA_FEATURES
@@ -41,9 +41,7 @@ def merge(path: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
         except (ValueError, KeyError, TypeError):
             raise TailraceError(f"{path} is no file of tuned constants; name another") from None
     merged = {**rules, **records}
-    with atomic_path(path) as temporary:
-        text = dumps({"rules": {name: merged[name] for name in sorted(merged)}})
-        temporary.write_text(text + "\n", encoding="utf-8")
+    write_text(path, dumps({"rules": {name: merged[name] for name in sorted(merged)}}) + "\n")
 
 
 def _conditions(traffics: Sequence[Traffic]) -> dict[str, Any]:

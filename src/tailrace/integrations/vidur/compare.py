@@ -37,7 +37,7 @@ def compare(
     policies: Sequence[str],
     seeds: Sequence[int],
     jobs: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int], None] = lambda _: None,
     *,
     reference: str = DEFAULT_REFERENCE,
     warmup_fraction: float = 0.0,

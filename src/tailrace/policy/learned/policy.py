@@ -130,8 +130,23 @@ class LearnedPolicy(BuiltinPolicy):
 
     def reset(self, n_replicas: int, seed: int) -> None:  # noqa: ARG002
         """Empty the memory."""
+        self.memory[:] = 0
+
+    @property
+    def memory(self) -> NDArray[np.float32]:
+        """What it remembers of the current run [M]; a view of ``params``."""
         start = int(self.params[a.M])
-        self.params.view(np.float32)[start : start + self.config.memory] = 0
+        return self.params.view(np.float32)[start : start + self.config.memory]
+
+    def observed(self, view: View) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[Any]]:
+        """Return its inputs: of the replicas [n, F], of the request [G], and the prior [n]."""
+        n = len(view.replicas)
+        replica_obs = np.zeros((n, N_REPLICA_FEATURES), np.float32)
+        request_obs = np.zeros(N_REQUEST_FEATURES, np.float32)
+        observe(view, replica_obs, request_obs)
+        prior = np.zeros(n)
+        prior_scores(view, self.params, prior)
+        return replica_obs, request_obs, prior
 
     def scores(self, view: View) -> NDArray[np.float64]:
         """Return minus the logits [n]; advances the memory, if there is one."""

@@ -35,7 +35,7 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
         self._seed = seed
         self._caching = [is_caching(replica) for replica in replicas]
         self._index = prefix_index.new_index(len(replicas), router.index_entries)
-        self._run_keys = content_keys(table).run_key
+        self._run_keys = content_keys(table)
         self._believed: dict[int, int] = {}
 
     def start(self, servers: Sequence[Server]) -> None:

@@ -1,4 +1,8 @@
-"""The /metrics page of an emulated server, as vLLM writes it."""
+"""The /metrics page of an emulated server, as vLLM writes it.
+
+``prometheus_client`` takes nine times as long, 3.0 ms instead of 0.3 ms, and no token leaves
+meanwhile (``benchmarks/bench_libraries.py``, docs/results/bench_libraries.json).
+"""
 
 from collections.abc import Iterable
 

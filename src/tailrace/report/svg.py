@@ -4,9 +4,10 @@ Panels are drawn for the width of a phone, and a page puts several of them in a 
 text keeps its size. Colours are CSS classes; see templates/style.css.
 
 Why not matplotlib, which draws the figures of ``--plot``: a panel of a distribution (four curves,
-sixteen dots) takes 8 kB and 2 ms here, 27 kB and 370 ms there, and a report on the standard suite
-has some seventy. Its SVG has fixed colours, so no dark theme, and neither tooltips nor marks that
-take the keyboard's focus. Nor can this replace matplotlib: figures may be PNG and PDF.
+sixteen dots) takes 8 kB and 4 ms here, 32 kB and 165 ms there (``benchmarks/bench_libraries.py``,
+docs/results/bench_libraries.json), and a report on the standard suite has some seventy. Its SVG has
+fixed colours, so no dark theme, and neither tooltips nor marks that take the keyboard's focus. Nor
+can this replace matplotlib: figures may be PNG and PDF.
 """
 
 import math

@@ -48,6 +48,7 @@ LAYERS = (
     ("router.decide",),
     ("router.observe",),
     ("router.serve_settings",),
+    ("router.configuration",),
     ("router.proxy",),
     ("router",),
     ("router.workers",),

@@ -100,6 +100,8 @@ class Backend:
         self.scripts: list[Script] = []
         self.default: Script = reply(b'{"ok":true}')
         self.healthy = True
+        self.mute = False
+        """Whether it accepts questions about its health and leaves them unanswered."""
         self.metrics = b""
         """The body of /metrics."""
         self.connections = 0
@@ -140,6 +142,9 @@ class Backend:
                 seen = await self._read(reader)
                 path = seen.line.split()[1]
                 if path in ("/health", "/metrics"):
+                    if self.mute:
+                        await reader.read()
+                        return
                     status = "200 OK" if self.healthy else "503 Unavailable"
                     body = self.metrics if path == "/metrics" else b""
                     await reply(body, status)(seen, reader, writer)

@@ -15,8 +15,10 @@ from tailrace.net.server import ClientConnection, HttpRequest, Work, error_body
 
 JSON = b"application/json"
 MAX_CONNECTIONS = 256
-#: Answered by the worker that got the request, without its peers.
-OWN_PATHS = frozenset(("/", "/health"))
+#: Answered by the worker that was asked, without its peers, and without a token: they hold no data
+#: and are asked by those who watch over processes.
+OWN_PATHS = frozenset(("/", "/health", "/live", "/ready"))
+_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"DELETE"))
 
 
 class AdminResponse(NamedTuple):
@@ -29,7 +31,13 @@ class AdminResponse(NamedTuple):
     """Header lines, each ended by CRLF."""
 
 
-Endpoint = Callable[..., AdminResponse]
+class TakesBody(NamedTuple):
+    """An endpoint that is given the body of the request too, after the parts of the path."""
+
+    endpoint: Callable[..., AdminResponse]
+
+
+Endpoint = Callable[..., AdminResponse] | TakesBody
 #: Endpoints by method and path. A part of a path in braces is given to the endpoint as text. GET
 #: serves HEAD too.
 AdminRoutes = Mapping[tuple[str, str], Endpoint]
@@ -67,15 +75,15 @@ class Admin:
         path = request.path.decode("latin-1")
         if refused is None and self.ask_workers is not None and path not in OWN_PATHS:
             return self.ask_workers(request, path)
-        status, kind, body, extra = refused or self._respond(request.head.method, path)
+        status, kind, body, extra = refused or self.response(request)
         request.client.respond(request.head, status, body, content_type=kind, extra=extra)
         return None
 
     def _refused(self, request: HttpRequest) -> AdminResponse | None:
         """Return why a request is not served, if so."""
         head = request.head
-        if head.method == b"GET" and request.path == b"/" and self._token is not None:
-            return None  # the page holds no data, and asks for the token itself
+        if head.method in (b"GET", b"HEAD") and request.path.decode("latin-1") in OWN_PATHS:
+            return None  # the page asks for the token itself
         if self._token is not None:
             given = head.lower.get(b"authorization", b"")
             if not hmac.compare_digest(given, b"Bearer " + self._token):
@@ -83,22 +91,32 @@ class Admin:
         elif not _is_direct(head.lower.get(b"host", b"")):
             # A page in a browser could reach a local port through a name it controls.
             return error(403, "call the admin listener by its address, or set admin.token_env")
-        if head.method not in (b"GET", b"HEAD", b"POST"):
-            return error(405, "GET and POST are served here")
-        if head.method == b"POST" and b"origin" in head.lower:
+        if head.method not in _METHODS:
+            return error(405, "GET, POST and DELETE are served here")
+        if head.method in (b"POST", b"DELETE") and b"origin" in head.lower:
             return error(403, "changes are not taken from pages of other origins")
         return None
 
-    def _respond(self, method: bytes, path: str) -> AdminResponse:
-        wanted = "POST" if method == b"POST" else "GET"
+    def response(self, request: HttpRequest) -> AdminResponse:
+        """Return what the endpoint of a request responds."""
+        path, method = request.path.decode("latin-1"), request.head.method.decode()
+        wanted = "GET" if method == "HEAD" else method
+        known = False
         for (served, pattern), endpoint in self.routes.items():
-            given = _match(pattern, path) if served == wanted else None
+            given = _match(pattern, path)
             if given is None:
                 continue
+            known = True
+            if served != wanted:
+                continue
             try:
+                if isinstance(endpoint, TakesBody):
+                    return endpoint.endpoint(*given, request.body)
                 return endpoint(*given)
             except TailraceError as failure:
                 return error(400, str(failure))
+        if known:
+            return error(405, f"{path[:80]} does not serve {method}")
         return error(404, f"there is no {path[:80]}")
 
 

@@ -1,7 +1,7 @@
 """The router as one value: listeners, endpoints, background work, reload and an orderly stop."""
 
 import asyncio
-import errno
+import contextlib
 import logging
 import signal
 import time
@@ -10,13 +10,16 @@ from typing import Any
 
 import orjson
 
+from tailrace.config import parse
 from tailrace.errors import TailraceError
 from tailrace.net.byte_budget import ByteBudget
 from tailrace.net.chunk_kernel import RequestChunks
+from tailrace.net.client import FetchError
 from tailrace.net.head_cache import RequestHeadCache
 from tailrace.net.server import ClientConnection, HttpRequest, Service, Work, error_body
-from tailrace.router import process
-from tailrace.router.admin import JSON, Admin, AdminResponse, AdminRoutes, json
+from tailrace.router import listening, process
+from tailrace.router.admin import JSON, Admin, AdminResponse, AdminRoutes, TakesBody, json
+from tailrace.router.configuration import Configuration, ConfigurationStore
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.intake.tokens import TokenCounter
 from tailrace.router.observe import prometheus, status
@@ -25,19 +28,22 @@ from tailrace.router.observe.events import EventSink
 from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.snapshot import RouterSnapshot
 from tailrace.router.observe.telemetry import Telemetry
-from tailrace.router.proxy.backends import Backend, Backends
+from tailrace.router.proxy.backends import Backend, BackendChange, Backends
 from tailrace.router.proxy.dispatcher import RequestDispatcher
 from tailrace.router.proxy.models import ModelsRequest
 from tailrace.router.serve_settings import ServeSettings
-from tailrace.router.settings import address
+from tailrace.router.settings import BackendSettings
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import WorkerView
+from tailrace.router.state.worker_room import WorkerRoom
 
 #: How often time limits are checked, in s.
 SWEEP_S = 0.1
 #: How often a stopping router checks whether all clients have gone, in s.
 STOP_POLL_S = 0.02
-BACKLOG = 4096
+
+#: Response of whoever is alive.
+_OK = b'{"status":"ok"}'
 
 _log = logging.getLogger("tailrace.router")
 
@@ -54,22 +60,34 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         salt: bytes | None = None,
         worker_view: WorkerView | None = None,
+        room: WorkerRoom | None = None,
+        store: ConfigurationStore | None = None,
+        part: Callable[[ServeSettings], ServeSettings] = lambda settings: settings,
     ) -> None:
         """``events``: counts instead of the router's telemetry. ``load``: reads settings again.
 
-        ``salt`` and ``worker_view``: the secret and the state that several workers share.
+        ``salt``, ``worker_view``, ``room`` and ``store``: the secret, the state, the count of
+        requests and the configuration that several workers share; if the store has a configuration
+        already, that counts. ``part``: returns what of any settings is for this worker.
         """
-        self.settings = settings
+        self._store = store or ConfigurationStore()
+        self._part = part
+        self.configuration = configuration = self._store.latest() or Configuration.first(settings)
+        self.settings = settings = part(configuration.effective)
         self.clock = clock
         self.draining = False
         self.telemetry = Telemetry(clock)
         salt = salt or load_salt(settings.decisions.folder)
         counter = TokenCounter(settings.tokenizer, settings.tokens.source)
         cluster = ClusterState(
-            settings.backends, clock, counter=counter, salt=salt, worker_view=worker_view
-        )
+            _by_number(configuration, settings), clock, counter=counter, salt=salt,
+            worker_view=worker_view,
+        )  # fmt: skip
         self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
-        self.backends = Backends(settings, cluster, Chooser(cluster, settings.routing))
+        self.backends = Backends(
+            configuration, settings, cluster, Chooser(cluster, settings.routing), room,
+            self._retired,
+        )  # fmt: skip
         self.dispatcher = RequestDispatcher(
             settings, self.backends, events or self.telemetry, self.decision_log
         )
@@ -84,10 +102,11 @@ class Router:
         self.clients: set[ClientConnection] = set()
         self._load = load
         self._servers: list[asyncio.AbstractServer] = []
+        self._admin_servers: list[asyncio.AbstractServer] = []
         self._others: list[asyncio.AbstractServer] = []
-        self._tasks: list[asyncio.Task[None]] = []
-        self._stopping: asyncio.Event | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
+        self._failed_version = 0
         self._listen_at = self._admin_at = ("", 0)
         self._most_clients = process.most_clients()
 
@@ -104,7 +123,12 @@ class Router:
 
     def _client_routes(self) -> dict[tuple[bytes, bytes], Callable[[HttpRequest], Work | None]]:
         """Return what the router answers clients itself; all else goes to a backend."""
-        served = {b"/health": self._respond_health, b"/v1/models": self._respond_models}
+        served = {
+            b"/health": self._respond_ready,
+            b"/ready": self._respond_ready,
+            b"/live": self._respond_live,
+            b"/v1/models": self._respond_models,
+        }
         return {(m, path): endpoint for path, endpoint in served.items() for m in (b"GET", b"HEAD")}
 
     def _admin_routes(self) -> AdminRoutes:
@@ -113,24 +137,38 @@ class Router:
         page = AdminResponse(200, status.PAGE_TYPE, status.PAGE, status.PAGE_HEADERS)
         return {
             ("GET", "/"): lambda: page,
-            ("GET", "/health"): lambda: AdminResponse(200, JSON, b'{"status":"ok"}'),
+            ("GET", "/health"): lambda: AdminResponse(200, JSON, _OK),
+            ("GET", "/live"): lambda: AdminResponse(200, JSON, _OK),
+            ("GET", "/ready"): lambda: AdminResponse(
+                self.readiness()[0], JSON, self.readiness()[1]
+            ),
             ("GET", "/metrics"): lambda: AdminResponse(
                 200, prometheus.CONTENT_TYPE, prometheus.render(telemetry.metrics, snapshot())
             ),
             ("GET", "/status"): lambda: json(status.describe(telemetry, snapshot())),
             ("GET", "/status/history"): lambda: json(status.history(telemetry, snapshot())),
             ("GET", "/backends"): lambda: json([status.backend(b) for b in snapshot().present]),
+            ("POST", "/backends"): TakesBody(
+                lambda body: json(self.add_backend(_backend_in(body)))
+            ),
+            ("DELETE", "/backends/{backend}"): lambda which: json(self.remove_backend(which)),
             ("POST", "/backends/{backend}/drain"): lambda which: json(self.drain(which, True)),
             ("POST", "/backends/{backend}/undrain"): lambda which: json(self.drain(which, False)),
             ("POST", "/reload"): lambda: json(self.reload()),
         }
 
-    def _respond_health(self, request: HttpRequest) -> None:
+    def readiness(self) -> tuple[int, bytes]:
+        """Return status and body for whoever asks whether requests should be sent here."""
         available = sum(b.health.available for b in self.backends.all)
         good = available > 0 and not self.draining
         state = "draining" if self.draining else "ok" if good else "no replica is available"
-        body = orjson.dumps({"status": state, "available": available})
-        request.client.respond(request.head, 200 if good else 503, body)
+        return 200 if good else 503, orjson.dumps({"status": state, "available": available})
+
+    def _respond_ready(self, request: HttpRequest) -> None:
+        request.client.respond(request.head, *self.readiness())
+
+    def _respond_live(self, request: HttpRequest) -> None:
+        request.client.respond(request.head, 200, _OK)
 
     def _respond_models(self, request: HttpRequest) -> Work | None:
         available = [b for b in self.backends.all if b.health.available]
@@ -177,17 +215,20 @@ class Router:
         process.raise_file_limit()
         self._most_clients = process.most_clients()
         RequestChunks().feed(b"0\r\n\r\n")  # compile it now
-        shared = self.settings.share_port
-        self._listen_at = await self._listen(self.settings.listen, self, shared=shared)
-        if self.settings.admin.listen != "off":
+        self.catch_up()
+        self._report_worker()
+        settings = self.settings
+        self._servers, self._listen_at = await _serve(
+            settings.listen, self, shared=settings.share_port
+        )
+        if settings.admin.listen != "off":
             try:
-                self._admin_at = await self._listen(
-                    self.settings.admin.listen,
-                    self.admin,
-                    shared=self.admin.ask_workers is not None,
+                self._admin_servers, self._admin_at = await _serve(
+                    settings.admin.listen, self.admin, shared=self.admin.ask_workers is not None
                 )
             except TailraceError:
-                self._servers[0].close()
+                for server in self._servers:
+                    server.close()
                 raise
         self._spawn(self._sweep())
         self._spawn(self._probe())
@@ -195,18 +236,24 @@ class Router:
         self._spawn(self.telemetry.run(self.snapshot))
 
     async def run(self, started: Callable[[], None] = lambda: None) -> int:
-        """Serve until SIGTERM or SIGINT; SIGHUP reloads. Return the exit code."""
+        """Serve until SIGTERM or SIGINT; SIGHUP reloads. Return the exit code.
+
+        After SIGTERM the router is not ready any more, but goes on for ``lame_duck_s``, until
+        whoever sends it requests has noticed. Who presses Ctrl-C (SIGINT) does not want to wait,
+        nor who sends a second signal.
+        """
         loop = asyncio.get_running_loop()
-        self._stopping = asyncio.Event()
+        stopping, hurrying = asyncio.Event(), asyncio.Event()
         code = 0
 
         def end(received: int) -> None:
             nonlocal code
             code = 130 if received == signal.SIGINT else 0
-            if self._stopping is not None and self._stopping.is_set():
+            if stopping.is_set() or received == signal.SIGINT:
+                hurrying.set()
+            if stopping.is_set():
                 self._abort()  # the second signal
-            elif self._stopping is not None:
-                self._stopping.set()
+            stopping.set()
 
         for received in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(received) != signal.SIG_IGN:
@@ -216,7 +263,10 @@ class Router:
         process.settle_memory()
         started()
         try:
-            await self._stopping.wait()
+            await stopping.wait()
+            self.draining = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(hurrying.wait(), self.settings.lame_duck_s)
             await self.stop(self.settings.drain_s)
         finally:
             for received in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -232,7 +282,7 @@ class Router:
         if self._stopped:
             return
         self._stopped = self.draining = True
-        for server in self._servers[:1]:
+        for server in self._servers:
             server.close()
         _log.info("stopping", extra={"in_flight": len(self.dispatcher.active)})
         for client in tuple(self.clients):
@@ -244,10 +294,11 @@ class Router:
             _log.warning("cut off", extra={"requests": len(self.dispatcher.active)})
         self._abort()
         self.dispatcher.context.tokenize_probe.close()
-        for task in self._tasks:
+        tasks = tuple(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for server in (*self._servers, *self._others):
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in (*self._admin_servers, *self._others):
             server.close()
         for client in (*self.clients, *self.admin.clients):
             client.abort()
@@ -265,18 +316,26 @@ class Router:
     # Changes at run time.
 
     def reload(self) -> dict[str, Any]:
-        """Read the settings again; streams go on. Listeners keep their addresses."""
+        """Read the settings again, all or nothing; streams go on.
+
+        Return what has changed about the backends, and the settings that need a restart to change.
+        """
         if self._load is None:
             raise TailraceError("there is no file to read again: start with --config FILE")
-        new = self._load()
-        added, removed = self.backends.reload(new)
-        self.settings = new
-        self.limits = new.limits
-        self.scraper.settings = new.metrics
-        self.dispatcher.reload(new)
-        _log.info("reloaded", extra={"added": added, "removed": removed})
-        self.dispatcher.context.admit_waiting()
-        return {"added": added, "removed": removed}
+        settings = self._load()
+        needs_restart: list[str] = []
+
+        def change(configuration: Configuration) -> Configuration:
+            changed, fixed = configuration.reloaded(settings)
+            needs_restart[:] = fixed
+            return changed
+
+        done = self._change(change)
+        _log.info("reloaded", extra=done)
+        if needs_restart:
+            _log.warning("settings that need a restart", extra={"settings": needs_restart})
+            done["needs_restart"] = needs_restart
+        return done
 
     def _reload_or_log(self) -> None:
         try:
@@ -284,14 +343,86 @@ class Router:
         except TailraceError as error:
             _log.error("not reloaded", extra={"why": str(error)})
 
+    def add_backend(self, backend: BackendSettings) -> dict[str, Any]:
+        """Add a backend; return its state."""
+        self._change(lambda configuration: configuration.with_backend(backend))
+        return self._state_of(self._find(backend.url))
+
+    def remove_backend(self, which: str) -> dict[str, Any]:
+        """Remove a backend, by number or name; its requests in progress go on."""
+        url = self._find(which).settings.url
+        return self._change(lambda configuration: configuration.without_backend(url))
+
     def drain(self, which: str, draining: bool) -> dict[str, Any]:
         """Give a backend, by number or name, no more requests, or some again; return its state."""
+        url = self._find(which).settings.url
+        self._change(lambda configuration: configuration.with_drain(url, draining))
+        return self._state_of(self._find(which))
+
+    def _find(self, which: str) -> Backend:
         for backend in self.backends.present:
-            if which in (str(backend.index), backend.label):
-                backend.health.drain(draining)
-                self.dispatcher.context.admit_waiting()
-                return status.backend(self.snapshot().backends[backend.index])
+            if which in (str(backend.index), backend.label, backend.settings.url):
+                return backend
         raise TailraceError(f"there is no backend '{which[:80]}'; see GET /backends")
+
+    def _state_of(self, backend: Backend) -> dict[str, Any]:
+        return status.backend(self.snapshot().backends[backend.index])
+
+    def _change(self, change: Callable[[Configuration], Configuration]) -> dict[str, Any]:
+        """Change the configuration of all workers, or raise and leave everything as it is."""
+        self.catch_up()
+        room = self.backends.room
+        is_idle = self.backends.is_idle if room is None else room.is_idle
+        new = change(self.configuration).placed(self._store.room, is_idle)
+        settings, prepared = self._prepare(new)
+        try:
+            self._store.publish(new)
+        except BaseException:
+            prepared.discard()
+            raise
+        return self._apply(new, settings, prepared)
+
+    def catch_up(self) -> None:
+        """Go by the latest configuration, if another worker has changed it."""
+        try:
+            new = self._store.latest(self.configuration.version)
+            if new is not None and new.version != self._failed_version:
+                self._failed_version = new.version
+                self._apply(new, *self._prepare(new))
+        except TailraceError as error:
+            _log.error("this worker keeps its settings", extra={"why": str(error)})
+
+    def _prepare(self, new: Configuration) -> tuple[ServeSettings, BackendChange]:
+        """Do what can fail."""
+        settings = self._part(new.effective)
+        return settings, self.backends.prepare(settings)
+
+    def _apply(
+        self, new: Configuration, settings: ServeSettings, prepared: BackendChange
+    ) -> dict[str, Any]:
+        """Do what cannot fail."""
+        self.configuration = new
+        self.settings = settings
+        self.limits = settings.limits
+        self.scraper.settings = settings.metrics
+        if self._tasks and not self.scraper.running and settings.metrics.path != "off":
+            self._spawn(self.scraper.run())
+        self.decision_log.settings = settings.decisions
+        self.dispatcher.reload(settings)
+        added, removed = self.backends.apply(new, settings, prepared)
+        self._report_worker()
+        self.dispatcher.context.admit_waiting()
+        return {"added": added, "removed": removed}
+
+    def _retired(self, number: int) -> None:
+        """The number of a backend is free for another one."""
+        self.telemetry.retire(number)
+        self.scraper.forget(number)
+
+    def _report_worker(self) -> None:
+        room = self.backends.room
+        if room is not None:
+            room.applied(self.configuration.version)
 
     def snapshot(self) -> RouterSnapshot:
         """Return the state of the router now."""
@@ -337,7 +468,10 @@ class Router:
 
     async def _fetch_metrics(self, replica: int, path: str) -> bytes:
         backend = self.backends.all[replica]
-        return await backend.fetch_metrics(path, self.settings.metrics.timeout_s)
+        body = await backend.fetch_metrics(path, self.settings.metrics.timeout_s)
+        if backend not in self.backends.all or backend.health.removed:
+            raise FetchError("it was removed meanwhile")
+        return body
 
     async def _sweep(self) -> None:
         while True:
@@ -346,9 +480,13 @@ class Router:
 
     def sweep(self, now: float) -> None:
         """Enforce all time limits at ``now`` (s)."""
+        if self.backends.room is not None:
+            self.backends.room.beat()
+        self.catch_up()
         self.now = self.admin.now = now
         self.dispatcher.sweep(now)
         self.backends.refresh(now)
+        self.backends.trim()
         self.decision_log.flush()
         for client in (*self.clients, *self.admin.clients):
             client.check(now)
@@ -358,25 +496,41 @@ class Router:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         task.add_done_callback(_report)
-        self._tasks.append(task)
+        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(task)
 
-    async def _listen(
-        self, where: str, service: Service, *, shared: bool = False
-    ) -> tuple[str, int]:
-        host, port = address(where)
-        loop = asyncio.get_running_loop()
-        try:
-            server = await loop.create_server(
-                lambda: ClientConnection(service), host, port, backlog=BACKLOG,
-                reuse_port=shared or None,
-            )  # fmt: skip
-        except OSError as error:
-            in_use = error.errno == errno.EADDRINUSE
-            why = "something listens there already" if in_use else error.strerror or str(error)
-            raise TailraceError(f"cannot listen on {where}: {why}; choose another port") from None
-        self._servers.append(server)
-        name = server.sockets[0].getsockname()
-        return str(name[0]), int(name[1])
+
+async def _serve(
+    where: str, service: Service, *, shared: bool
+) -> tuple[list[asyncio.AbstractServer], tuple[str, int]]:
+    """Listen on host:port; return the servers, and the address of the first."""
+    loop = asyncio.get_running_loop()
+    sockets = listening.listen(where, shared=shared)
+    name = sockets[0].getsockname()
+    servers: list[asyncio.AbstractServer] = [
+        await loop.create_server(
+            lambda: ClientConnection(service), sock=each, backlog=listening.BACKLOG
+        )
+        for each in sockets
+    ]
+    return servers, (str(name[0]), int(name[1]))
+
+
+def _by_number(configuration: Configuration, settings: ServeSettings) -> list[BackendSettings]:
+    """Return the backends by number; those that are gone stand for a number that is free."""
+    present = {b.url: b for b in settings.backends}
+    return [present.get(s.url) or BackendSettings(url=s.url) for s in configuration.slots]
+
+
+def _backend_in(body: bytes) -> BackendSettings:
+    """Read the settings of a backend from the body of an admin request."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise TailraceError(f"the body is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise TailraceError('the body must be settings of a backend, e.g. {"url": "http://h:8000"}')
+    return parse(BackendSettings, data)
 
 
 def _report(task: "asyncio.Task[None]") -> None:

@@ -54,8 +54,12 @@ class ServeSettings(Settings):
     health: HealthSettings = HealthSettings()
     admission: AdmissionSettings = AdmissionSettings()
     log: LogSettings = LogSettings()
+    lame_duck_s: float = Field(default=5.0, ge=0, le=3600, allow_inf_nan=False)
+    """How long connections and requests are still accepted after SIGTERM, while /ready fails."""
+    watchdog_s: Seconds = 10.0
+    """A process of several that does nothing for so long is killed and started again."""
     drain_s: Seconds = 30.0
-    """How long requests under way may go on after SIGTERM."""
+    """How long requests in progress may go on after that."""
     explain: bool = True
     """Answer with X-Tailrace-Replica, X-Tailrace-Policy and X-Tailrace-Reason."""
 

@@ -86,13 +86,24 @@ class RetrySettings(Settings):
     """When a request is sent to another replica; never after a byte of an answer was passed on."""
 
     attempts: int = Field(default=3, ge=1, le=16)
-    """Replicas tried per request, the first included."""
-    statuses: tuple[Annotated[int, Field(ge=500, le=599)], ...] = (502, 503, 504)
-    """Answers of a backend that are tried again elsewhere."""
+    """Times a request is sent, the first included; a second connection to the same replica, where
+    the first one was stale, counts. Unknown requests other than GET and HEAD are sent once."""
+    statuses: tuple[Annotated[int, Field(ge=429, le=599)], ...] = (429, 502, 503, 504)
+    """Answers of a backend that are tried again elsewhere: 429, and 500 to 599."""
+    max_pause_s: Seconds = 60.0
+    """Longest Retry-After of a 429 or 503 that is honoured: the replica gets no requests so long,
+    if another one has answered the same request."""
     budget: Share = 0.2
     """Retries per request that may be spent over time, so that they cannot become a storm."""
     burst: int = Field(default=100, ge=0, le=1_000_000)
     """Retries that may be spent at once when a replica dies with many requests."""
+
+    @field_validator("statuses")
+    @classmethod
+    def _are_failures(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if any(429 < status < 500 for status in value):
+            raise ValueError("must be 429 or 500 to 599: other 4xx answers are the client's fault")
+        return value
 
 
 class HealthSettings(Settings):
@@ -106,6 +117,9 @@ class HealthSettings(Settings):
     """For one probe."""
     failures: int = Field(default=3, ge=1, le=1000)
     """Failures in a row, of requests or probes, after which it gets no more requests."""
+    max_ejected: Share = 0.5
+    """Share of the replicas that failed requests and late probes may take out together, rounded
+    down; only a health path that refuses connections or answers 5xx takes out more."""
     failure_share: Share = 0.5
     """Share of failed requests in `window_s` that does the same."""
     window_s: Seconds = 10.0

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,84 @@ def test_a_disk_that_fails_costs_lines_only(tmp_path: Path) -> None:
     assert (log.written, log.dropped) == (0, 5)
     assert log.last_error
     assert cluster.replicas[0]["in_flight"] == 0
+
+
+FULL = """
+import resource, signal, sys
+from pathlib import Path
+from router.clusters import new_cluster
+from router.observe.test_decision_log import _log, _play
+from tailrace.router.observe import decision_log
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+room, keep, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+decision_log._RETRY_S = 0.0  # try again with every batch
+log, cluster = _log(folder, keep=keep, max_mb=0.05), new_cluster(1)
+_play(log, cluster, 3)
+log.flush()
+while log.written < 3:
+    pass
+resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+for _ in range(6):
+    taken = log._taken
+    _play(log, cluster, 40)
+    log.flush()
+    while log._taken == taken:
+        pass
+log.close()
+print(log.written, log.dropped)
+"""
+
+
+def _run(code: str, *arguments: object) -> str:
+    """Run code in a process of its own, whose files cannot grow beyond a size."""
+    folder = Path(__file__).parents[2]
+    path = os.pathsep.join((str(folder), *sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], check=True, capture_output=True,
+        text=True, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.parametrize("room", [10, 9000])
+def test_a_full_disk_leaves_whole_lines_and_no_empty_files(tmp_path: Path, room: int) -> None:
+    written, dropped = map(int, _run(FULL, room, 3, tmp_path).split())
+    assert written + dropped == 3 + 240
+    assert dropped > 0
+    files = sorted(tmp_path.iterdir())
+    # What was written before is still there: failures do not push it out.
+    assert 1 <= len(files) <= 4
+    assert all(path.name.startswith("decisions-") for path in files)
+    lines = _lines(tmp_path)  # each can be read
+    assert len(lines) <= written
+    assert lines[0]["id"].endswith("-0")
+    for path in files:
+        data = path.read_bytes()
+        assert (gzip.decompress(data) if path.suffix == ".gz" else data).count(b"\n") > 1
+
+
+SALT = """
+import resource, signal, sys
+from pathlib import Path
+from tailrace.errors import TailraceError
+from tailrace.router.observe.decision_log import load_salt
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[1]), resource.RLIM_INFINITY))
+try:
+    load_salt(Path(sys.argv[2]))
+except TailraceError as error:
+    print(error)
+"""
+
+
+def test_a_full_disk_leaves_no_damaged_salt(tmp_path: Path) -> None:
+    assert "cannot use" in _run(SALT, 7, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "salt").touch()  # as left by earlier versions
+    assert len(load_salt(tmp_path)) == 32
+    assert [path.name for path in tmp_path.iterdir()] == ["salt"]
 
 
 def test_a_line_is_made_when_it_is_asked_for_or_enough_have_come(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_a_failure_before_the_first_byte_is_tried_elsewhere(script: Any) -> None
     run(test())
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422, 429])
+@pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_clients_mistake_is_no_failure_of_the_replica(status: int) -> None:
     async def test() -> None:
         async with world(2) as w:

@@ -215,14 +215,14 @@ def test_limits_are_divided() -> None:
     settings = ServeSettings.model_validate(
         {
             "backends": [{"url": "http://h:1", "max_in_flight": 5}, {"url": "http://h:2"}],
-            "admission": {"max_in_flight": 1, "queue": 3},
+            "admission": {"max_in_flight": 7, "queue": 3},
             "limits": {"connections": 101},
         }
     )
     parts = [part_of(settings, number, 2) for number in range(2)]
-    assert [p.backends[0].max_in_flight for p in parts] == [3, 2]
-    assert [p.backends[1].max_in_flight for p in parts] == [None, None]
-    assert [p.admission.max_in_flight for p in parts] == [1, 1]
+    # What a replica gets at most is counted over all workers.
+    assert [p.backends[0].max_in_flight for p in parts] == [5, 5]
+    assert [p.admission.max_in_flight for p in parts] == [7, 7]
     assert [p.admission.queue for p in parts] == [2, 1]
     assert [p.limits.connections for p in parts] == [51, 50]
 

@@ -109,6 +109,7 @@ class Chooser:
         """Load the policies and compile everything, so that the first request need not wait."""
         self.cluster = cluster
         self.settings = settings
+        self._size = len(cluster)
         self.counts: Counter[str] = Counter()
         """Decisions, "fallback_CAUSE", "canary", "shadow" and "shadow_differs"."""
         self.out_of_range: Counter[str] = Counter()
@@ -120,9 +121,14 @@ class Chooser:
                 f"fallback '{settings.fallback}' must be a built-in rule; see `tailrace policies`"
             )
         self._fallback = fallback
-        self._main = self._role(settings.policy, k.MAIN)
-        self._canary = self._role(settings.canary, k.CANARY) if settings.canary else None
-        self._shadow = self._role(settings.shadow, k.SHADOW) if settings.shadow else None
+        listeners = list(cluster.listeners)
+        try:
+            self._main = self._role(settings.policy, k.MAIN)
+            self._canary = self._role(settings.canary, k.CANARY) if settings.canary else None
+            self._shadow = self._role(settings.shadow, k.SHADOW) if settings.shadow else None
+        except BaseException:
+            cluster.listeners = listeners
+            raise
         self._scores = np.zeros((4, len(cluster)))
         self._strikes: Counter[int] = Counter()
         self._resting_until: dict[int, float] = {}
@@ -139,6 +145,18 @@ class Chooser:
         for role in (self._main, self._canary, self._shadow):
             if role is not None:
                 self.cluster.unlisten(role.policy)
+
+    def resize(self, count: int) -> None:
+        """Let policies written in Python start anew if there is another number of replicas."""
+        if count == self._size:
+            return
+        self._size = count
+        for role in (self._main, self._canary, self._shadow):
+            if role is not None and role.code == k.NO_RULE:
+                try:
+                    call_hook(role.policy, "reset", count, 0)
+                except TailraceError as error:
+                    self._failed(error)
 
     def _role(self, name: str, row: int) -> _Role:
         policy, settings, cluster = _usable(name), self.settings, self.cluster

@@ -9,21 +9,25 @@ secret.
 Lines are made a few dozen at a time, which takes some microseconds each and less than one by one; a
 background thread puts all that have come to disk a few times per second. (A thread that made the
 lines would hold up the event loop, since only one of them can run at a time.) A full disk or a
-missing folder costs lines, which are counted, and never a request.
+missing folder costs lines, which are counted, and never a request: what a failed write has left of
+a line is cut off, and a file without a line is removed.
 """
 
 import contextlib
+import fcntl
 import gzip
 import hashlib
 import os
 import secrets
 import shutil
+import tempfile
 import threading
 import time
 from binascii import b2a_base64
 from collections import deque
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -69,17 +73,16 @@ class DecisionLogSettings(Settings):
 def load_salt(folder: Path | None) -> bytes:
     """Return this installation's secret, made at the first start; without a folder a passing one.
 
-    Only its owner can read the file.
+    Only its owner can read the file. It appears whole or not at all, whatever happens meanwhile. An
+    empty one was left by a full disk, and is replaced.
     """
     if folder is None:
         return secrets.token_bytes(_SALT_BYTES)
     path = folder / SALT_FILE
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "wb") as file:
-                file.write(secrets.token_bytes(_SALT_BYTES))
+        if not path.exists() or path.stat().st_size == 0:
+            _make_salt(path)
         salt = path.read_bytes()
     except OSError as error:
         raise TailraceError(
@@ -88,6 +91,27 @@ def load_salt(folder: Path | None) -> bytes:
     if len(salt) != _SALT_BYTES:
         raise TailraceError(f"{path} is damaged; delete it, and hashes begin anew")
     return salt
+
+
+def _make_salt(path: Path) -> None:
+    """Write a new secret; of two processes that do so at the same time, one wins for both."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        if path.exists() and path.stat().st_size > 0:
+            return
+        handle, name = tempfile.mkstemp(prefix=f".{SALT_FILE}.", dir=path.parent)  # mode 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(secrets.token_bytes(_SALT_BYTES))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    finally:
+        os.close(folder)
 
 
 class DecisionLog:
@@ -112,9 +136,10 @@ class DecisionLog:
         self._pending = 0  # bytes put in by the event loop ...
         self._taken = 0  # ... and taken out by the thread
         self._stop = threading.Event()
-        self._file: IO[bytes] | None = None
+        self._file: FileIO | None = None
         self._path = Path()
-        self._size = 0
+        self._head_size = 0
+        self._size = 0  # all that is on disk, whole lines
         self._opened_at = 0.0
         self._retry_at = 0.0
         self._serial = 0
@@ -183,32 +208,34 @@ class DecisionLog:
         if time.monotonic() < self._retry_at:
             self.dropped += len(lines)
             return
-        done = 0
+        done = pending = 0
         try:
-            file = self._file or self._open_file()
-            size = sum(map(len, lines))
-            if not self._is_due(size):  # as most of the time
-                file.write(b"".join(lines))
-                file.flush()
-                self._size += size
-                self.written += len(lines)
-                return
             for k, line in enumerate(lines, 1):
-                self._size += len(line)
+                if self._file is None:
+                    self._open_file()
+                pending += len(line)
+                if k < len(lines) and not self._is_due(pending):
+                    continue
+                self._append(b"".join(lines[done:k]))
+                self.written += k - done
+                done, pending = k, 0
                 if self._is_due():
-                    file.write(b"".join(lines[done:k]))
-                    self.written += k - done
-                    done = k
                     self._rotate()
-                    if k < len(lines):
-                        file = self._open_file()
-            if done < len(lines):
-                file.write(b"".join(lines[done:]))
-                file.flush()
-                self.written += len(lines) - done
         except Exception as error:
             self._failed(error)
             self.dropped += len(lines) - done
+
+    def _append(self, data: bytes) -> None:
+        """Write whole lines, or nothing: a part of a line would spoil the file."""
+        assert self._file is not None
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(self._size)
+            raise
+        self._size += len(data)
 
     def _safely(self, action: Any) -> None:
         try:
@@ -221,7 +248,7 @@ class DecisionLog:
         self._retry_at = time.monotonic() + _RETRY_S
         if self._file is not None:
             with contextlib.suppress(OSError):
-                self._file.close()
+                self._close_file()
             self._file = None
 
     def _is_due(self, more: int = 0) -> bool:
@@ -231,27 +258,28 @@ class DecisionLog:
         return size >= self.settings.max_mb * 1e6 or age_s >= self.settings.max_age_s
 
     def _idle(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-            if self._is_due():
-                self._rotate()
+        if self._file is not None and self._is_due():
+            self._rotate()
 
-    def _open_file(self) -> IO[bytes]:
+    def _open_file(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         self._serial += 1
         name = f"{PREFIX}{stamp}-{os.getpid()}-{self._serial:04d}{SUFFIX}"
         self._path = self._folder / name
-        self._file = self._path.open("xb", buffering=1 << 16)
-        head = {"tailrace": "decisions", "format": FORMAT, "started": time.time()}
-        self._file.write(orjson.dumps(head) + b"\n")
+        self._file = self._path.open("xb", buffering=0)  # lines come many at a time
         self._size, self._opened_at = 0, time.monotonic()
-        return self._file
+        head = orjson.dumps({"tailrace": "decisions", "format": FORMAT, "started": time.time()})
+        self._head_size = len(head) + 1
+        self._append(head + b"\n")
 
     def _close_file(self) -> None:
+        """Close the file; one without a line is removed."""
         if self._file is not None:
             self._file.close()
             self._file = None
+            if self._size <= self._head_size:
+                self._path.unlink(missing_ok=True)
 
     def _rotate(self) -> None:
         self._close_file()
@@ -348,7 +376,11 @@ def _compress(path: Path) -> None:
     """Replace a file by its gzip; a crash leaves the one or the other whole."""
     target = path.with_name(path.name + ".gz")
     partial = path.with_name(path.name + ".partial")
-    with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=COMPRESSION) as sink:
-        shutil.copyfileobj(source, sink, 1 << 20)
-    partial.replace(target)
+    try:
+        with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=COMPRESSION) as sink:
+            shutil.copyfileobj(source, sink, 1 << 20)
+        partial.replace(target)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
     path.unlink()

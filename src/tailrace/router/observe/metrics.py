@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 Labels = tuple[str, ...]
+#: Number of all replicas that are gone, in counters.
+GONE = -2
 _BY_REPLICA: Labels = ("replica",)
 
 
@@ -29,11 +31,20 @@ class CounterFamily(Counter[Any]):
         if not labels:
             self[()] = 0
 
+    def retire(self, replica: int) -> None:
+        """Add the numbers of a replica to those of all that are gone."""
+        if "replica" not in self.labels:
+            return
+        at = self.labels.index("replica")
+        for key in [k for k in self if (k[at] if isinstance(k, tuple) else k) == replica]:
+            gone = (*key[:at], GONE, *key[at + 1 :]) if isinstance(key, tuple) else GONE
+            self[gone] += self.pop(key)
+
 
 class HistogramFamily:
     """A histogram of times in s: one row for the whole router, or a row per replica."""
 
-    __slots__ = ("bounds", "by_replica", "counts", "name", "sums", "text")
+    __slots__ = ("bounds", "by_replica", "counts", "gone", "name", "sums", "text")
 
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], *, by_replica: bool = False
@@ -47,6 +58,8 @@ class HistogramFamily:
         """[row][bucket]."""
         self.sums: list[float] = []
         """[row], s."""
+        self.gone: tuple[list[int], float] | None = None
+        """Buckets and sum of replicas that are gone, if any had times."""
         if not by_replica:
             self.grow(1)
 
@@ -54,6 +67,15 @@ class HistogramFamily:
         """Count a time."""
         self.counts[row][bisect_left(self.bounds, seconds)] += 1
         self.sums[row] += seconds
+
+    def retire(self, row: int) -> None:
+        """Add the times of a replica to those of all that are gone."""
+        if not self.by_replica or row >= len(self.counts) or not any(self.counts[row]):
+            return
+        counts, total = self.gone or ([0] * (len(self.bounds) + 1), 0.0)
+        counts = [a + b for a, b in zip(counts, self.counts[row], strict=True)]
+        self.gone = counts, total + self.sums[row]
+        self.counts[row], self.sums[row] = [0] * (len(self.bounds) + 1), 0.0
 
     def grow(self, rows: int) -> None:
         """Have at least this many rows."""
@@ -93,3 +115,19 @@ class Metrics:
         for histogram in self.histograms:
             if histogram.by_replica:
                 histogram.grow(count)
+
+    def retire(self, replica: int) -> None:
+        """A replica is gone; its number may be given to another one, so its series end.
+
+        What it has counted is kept in one series for all that are gone: sums never fall.
+        """
+        for counter in self.counters:
+            counter.retire(replica)
+        for histogram in self.histograms:
+            histogram.retire(replica)
+        if replica == self.replicas - 1:
+            self.replicas = replica
+            for histogram in self.histograms:
+                if histogram.by_replica:
+                    del histogram.counts[replica:], histogram.sums[replica:]
+        self.add_replicas(self.replicas)

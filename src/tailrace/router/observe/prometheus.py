@@ -1,8 +1,9 @@
 """The router's metrics in Prometheus' text form.
 
 Counters and histograms are declared where they are counted (``telemetry.py``). What is read from a
-snapshot is declared here, in two tables. A backend that was removed keeps its counters and has no
-gauges. Backends that had the same name one after the other share their series.
+snapshot is declared here, in two tables. A backend that was removed has no gauges, and once its
+number is free its counters are added to the series "removed". Backends that had the same name one
+after the other share their series.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,12 +15,14 @@ from prometheus_client.registry import Collector
 
 from tailrace import __version__
 from tailrace.net.prometheus_text import histogram_lines
-from tailrace.router.observe.metrics import CounterFamily, HistogramFamily, Labels, Metrics
+from tailrace.router.observe.metrics import GONE, CounterFamily, HistogramFamily, Labels, Metrics
 from tailrace.router.observe.snapshot import BREAKER_STATES, BackendSnapshot, RouterSnapshot
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 #: Label of requests that were sent to no replica.
 NO_REPLICA = "none"
+#: Label of replicas that were removed and whose number is free for others.
+REMOVED = "removed"
 
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
 _Type = type[CounterMetricFamily] | type[GaugeMetricFamily]
@@ -133,7 +136,7 @@ def _label(label: str, value: str | int, names: list[str]) -> str:
 
 def _name(replica: int, names: list[str]) -> str:
     if replica < 0:
-        return NO_REPLICA
+        return REMOVED if replica == GONE else NO_REPLICA
     return names[replica] if replica < len(names) else str(replica)
 
 
@@ -146,6 +149,8 @@ def _histogram(family: HistogramFamily, names: list[str]) -> str:
             before, sum_before = rows[labels]
             counts, total = [a + b for a, b in zip(before, counts, strict=True)], sum_before + total
         rows[labels] = counts, total
+    if family.gone is not None:
+        rows[f'replica="{REMOVED}"'] = family.gone
     name = f"tailrace_{family.name}_seconds"
     lines = [f"# HELP {name} {family.text}", f"# TYPE {name} histogram"]
     for labels, (counts, total) in rows.items():

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.router.observe.metrics import GONE
+
 SLOT_S = 2.0
 SLOTS = 150
 _PER_DECADE = 40
@@ -76,6 +78,15 @@ class RollingWindow:
         self._began_at = now
         self.present = Slot(int(now // SLOT_S))
         self.past: deque[Slot] = deque(maxlen=SLOTS)
+
+    def retire(self, replica: int) -> None:
+        """Forget the queues of a replica that is gone: its number may be given to another one."""
+        for slot in (*self.past, self.present):
+            slot.decided[GONE] += slot.decided.pop(replica, 0)
+            slot.in_flight, slot.queued = (
+                [0 if k == replica else n for k, n in enumerate(queue)]
+                for queue in (slot.in_flight, slot.queued)
+            )
 
     def is_over(self, now: float) -> bool:
         """Whether the present slot has passed."""

@@ -48,22 +48,30 @@ class Scraper:
         self.failures: dict[int, int] = {}
         """Failed attempts of each replica."""
         self._present = present or (lambda: range(len(cluster)))
+        self.running = False
         self._asking: set[int] = set()
 
     async def run(self) -> None:
-        """Ask until cancelled. A replica that is slow to answer delays no other."""
-        if self.settings.path == "off":
-            return
-        async with asyncio.TaskGroup() as group:
-            while True:
-                for r in self._present():
-                    if r not in self._asking:
-                        group.create_task(self._ask(r))
-                await asyncio.sleep(self.settings.interval_s)
+        """Ask until cancelled or switched off. A replica that is slow delays no other."""
+        self.running = True
+        try:
+            async with asyncio.TaskGroup() as group:
+                while self.settings.path != "off":
+                    for r in self._present():
+                        if r not in self._asking:
+                            group.create_task(self._ask(r))
+                    await asyncio.sleep(self.settings.interval_s)
+        finally:
+            self.running = False
 
     async def scrape(self) -> None:
         """Ask every replica once and enter its metrics."""
         await asyncio.gather(*(self._ask(r) for r in self._present()))
+
+    def forget(self, replica: int) -> None:
+        """Forget a replica: its number may be given to another one."""
+        self.snapshots.pop(replica, None)
+        self.failures.pop(replica, None)
 
     async def _ask(self, replica: int) -> None:
         self._asking.add(replica)

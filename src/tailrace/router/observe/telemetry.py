@@ -27,7 +27,7 @@ OUTCOMES = frozenset(
 )
 SHED_CAUSES = frozenset({"queue", "no_replica", "no_files", "other"})
 RETRY_CAUSES = frozenset(
-    {"connect", "broken", "timeout", "other", *(f"status_{s}" for s in range(500, 600))}
+    {"connect", "broken", "timeout", "other", *(f"status_{s}" for s in (429, *range(500, 600)))}
 )
 #: Why the fallback rule decided, by the chooser's name for it.
 FALLBACK_CAUSES = {
@@ -184,6 +184,12 @@ class Telemetry:
     def shed(self, cause: str) -> None:
         """A request was rejected for lack of room."""
         self.sheds[cause if cause in SHED_CAUSES else "other"] += 1
+
+    def retire(self, replica: int) -> None:
+        """A replica is gone, and its number may be given to another one."""
+        self.metrics.retire(replica)
+        self.window.retire(replica)
+        self.recent.clear()  # numbers stand in it
 
     # ---- time -----------------------------------------------------------------------------------
 

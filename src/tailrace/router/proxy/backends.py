@@ -1,14 +1,16 @@
 """The servers behind the router: connections, health and requests in flight of each.
 
-A backend's number never changes. One that a reload removes keeps its number, gets no more requests,
-and its streams go on undisturbed.
+A backend's number never changes. One that is removed gets no more requests, and its streams go on
+undisturbed; once they are over, its number may be given to another one.
 """
 
 import logging
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
-from tailrace.net.client import NO_FILES, FetchError, Pool
+from tailrace.net.client import NO_FILES, FetchError, Pool, failure_kind
+from tailrace.router.configuration import Configuration
 from tailrace.router.decide.chooser import Chooser, Decision
 from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.snapshot import CLOSED, OPEN, BackendSnapshot
@@ -17,6 +19,7 @@ from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.worker_room import WorkerRoom
 
 _log = logging.getLogger("tailrace.router")
 
@@ -33,57 +36,89 @@ class Backend:
         index: int,
         backend: BackendSettings,
         settings: ServeSettings,
-        full: set[int],
-        health_changed: "Callable[[Backend], None]",
+        group: "Backends",
+        pool: Pool | None = None,
     ) -> None:
-        """``full``: numbers of backends at their limit, which this one enters and leaves."""
+        """``group``: all backends, this one included. ``pool``: its connections, if there are."""
         self.index = index
         self.settings = backend
         self.label = backend.label
         self.label_bytes = backend.label.encode("ascii", "replace")
-        self.pool = _pool(backend, settings)
+        self.pool = pool or _pool(backend, settings)
         self.health = Health(
             settings.health,
             backend.max_in_flight or settings.admission.max_in_flight,
-            lambda: health_changed(self),
+            lambda: group.health_changed(self),
         )
         self.active = 0
         """Requests in flight."""
         self.limit = self.health.max_in_flight
         """Most requests at once, for now."""
-        self.heard = False
-        """Whether a piece of a response has come since this was last cleared."""
-        self._full = full
+        self.heard_at = -math.inf
+        """When the last piece of a response came, s of the coarse clock."""
+        self.paused_until = -math.inf
+        """It has asked for no requests until then, s."""
+        self._group = group
+        self._full = group.full
+        self._room = group.room
 
-    def begin(self) -> None:
-        """Count a request that is being sent."""
+    def begin(self, *, limited: bool = True) -> bool:
+        """Count a request that is to be sent; False: another worker has taken the last place."""
+        if self._room is not None:
+            limit = self.health.max_in_flight
+            if not self._room.take(self.index, limit if limited and limit < NO_LIMIT else None):
+                return False
         self.active += 1
         if self.active >= self.limit:
             self._full.add(self.index)
+        return True
 
     def end(self) -> None:
         """Count a request that is over, however it ended."""
         self.active -= 1
         if self.active < self.limit:
             self._full.discard(self.index)
+        if self._room is not None:
+            self._room.give_back(self.index)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many requests, of all workers, as it may ever have."""
+        limit = self.health.max_in_flight
+        if self._room is None or limit == NO_LIMIT:
+            return self.active >= limit
+        return self._room.count(self.index) >= limit
+
+    def set_up(self, backend: BackendSettings, settings: ServeSettings) -> None:
+        """Go by other settings; what has happened so far still counts."""
+        self.settings, self.label = backend, backend.label
+        self.label_bytes = backend.label.encode("ascii", "replace")
+        limit = backend.max_in_flight or settings.admission.max_in_flight
+        self.health.max_in_flight = limit or NO_LIMIT
+        self.health.set_settings(settings.health)
 
     async def probe(self, clock: Callable[[], float]) -> str:
         """Ask its health path once; return why it counts as failed, or an empty text."""
         health = self.health.settings
-        self.heard = False
+        asked_at = clock()
         try:
             response = await self.pool.fetch("GET", health.path, timeout_s=health.timeout_s)
         except FetchError as error:
             why = str(error)
-            if self.heard and error.late:
+            if self.heard_at >= asked_at and error.late:
                 return ""  # busy, but it is responding to others
             if why == NO_FILES:
                 return why
-            self.health.probed(clock(), False, why, died=error.connecting)
+            # All are late if this process is, or if there is too much traffic.
+            late = error.late or failure_kind(why, connecting=error.connecting) == "connect timeout"
+            may_open = not late or self._group.may_eject(self)
+            self.health.probed(clock(), False, why, died=error.connecting, may_open=may_open)
             return why
         good = response.status < 500
         why = "" if good else f"answers {health.path} with {response.status}"
-        self.health.probed(clock(), good, why)
+        if good and not self._group.any_available:
+            self.health.breaker.end_pause(clock())
+        self.health.probed(clock(), good, why, trying=self.active > 0)
         return why
 
     async def fetch_metrics(self, path: str, timeout_s: float) -> bytes:
@@ -94,72 +129,163 @@ class Backend:
         return response.body
 
 
+@dataclass(slots=True)
+class BackendChange:
+    """What a new configuration needs that can fail: made before anything is changed."""
+
+    chooser: Chooser | None = None
+    """None: it stays."""
+    pools: dict[str, Pool] = field(default_factory=dict)
+    """By URL, of new backends and of those whose key has changed."""
+
+    def discard(self) -> None:
+        """Leave everything as it is."""
+        if self.chooser is not None:
+            self.chooser.close()
+
+
 class Backends:
     """All backends, the records that policies read, and the chooser among them."""
 
-    def __init__(self, settings: ServeSettings, cluster: ClusterState, chooser: Chooser) -> None:
-        """Take the backends of the settings, in the order of the cluster's records."""
+    def __init__(
+        self,
+        configuration: Configuration,
+        settings: ServeSettings,
+        cluster: ClusterState,
+        chooser: Chooser,
+        room: WorkerRoom | None = None,
+        retired: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Take the backends of a configuration, in the order of the cluster's records.
+
+        ``settings``: those of the configuration as far as they concern this process. ``room``:
+        where several workers count together. ``retired``: called with a number before it is given
+        to another backend.
+        """
         self.cluster = cluster
         self.chooser = chooser
+        self.room = room
         self.full: set[int] = set()
         """Numbers of backends that are at their limit."""
         self.all: list[Backend] = []
-        """By number, including those that a reload has removed."""
+        """By number, including those that were removed and still have their number."""
+        self._retired = retired
         self._now = 0.0
         self._turn = 0
-        for backend in settings.backends:
-            self._add(len(self.all), backend, settings)
-
-    def _add(self, index: int, backend: BackendSettings, settings: ServeSettings) -> None:
-        assert index == len(self.all)
-        self.all.append(Backend(index, backend, settings, self.full, self._health_changed))
+        backends = {b.url: b for b in settings.backends}
+        for number, backend in enumerate(cluster.backends):
+            self.all.append(Backend(number, backend, settings, self))
+            if backend.url not in backends:
+                self.all[-1].health.remove(True)
+        self._drain(configuration)
 
     @property
     def present(self) -> list[Backend]:
-        """Backends that no reload has removed."""
+        """Backends that were not removed."""
         return [b for b in self.all if not b.health.removed]
 
-    def reload(self, settings: ServeSettings) -> tuple[list[str], list[str]]:
-        """Take over changed settings; return the labels of added and of removed backends."""
+    # Changes.
+
+    def prepare(self, settings: ServeSettings) -> BackendChange:
+        """Make what other settings need, or raise; nothing is changed yet."""
+        change = BackendChange()
+        known = {b.settings.url: b for b in self.present}
+        for backend in settings.backends:
+            old = known.get(backend.url)
+            if old is None or old.settings.api_key_env != backend.api_key_env:
+                change.pools[backend.url] = _pool(backend, settings)
         if settings.routing != self.chooser.settings:
-            chooser = Chooser(self.cluster, settings.routing)
+            change.chooser = Chooser(self.cluster, settings.routing)
+            change.chooser.counts = self.chooser.counts
+        return change
+
+    def apply(
+        self, configuration: Configuration, settings: ServeSettings, change: BackendChange
+    ) -> tuple[list[str], list[str]]:
+        """Go by a configuration; return the labels of added and of removed backends."""
+        if change.chooser is not None:
             self.chooser.close()
-            self.chooser = chooser
-        wanted = {backend.url: backend for backend in settings.backends}
-        added, removed = [], []
-        for backend in self.all:
-            new = wanted.pop(backend.settings.url, None)
+            self.chooser = change.chooser
+        wanted = {b.url: b for b in settings.backends}
+        places = [wanted.get(s.url) if not s.removed_in else None for s in configuration.slots]
+        while places[-1] is None and len(places) > len(self.all):
+            places.pop()
+        before = {b.settings.url: b.label for b in self.present}
+        for number, new in enumerate(places):
+            backend = self.all[number] if number < len(self.all) else None
+            stays = backend is None or (new is not None and backend.settings.url == new.url)
+            if backend is not None and not stays and not backend.health.removed:
+                backend.health.remove(True)
+                backend.pool.close()  # what is in progress goes on
             if new is None:
-                if not backend.health.removed:
-                    removed.append(backend.label)
-                    backend.health.remove(True)
+                if backend is None:
+                    gone = BackendSettings(url=configuration.slots[number].url)
+                    self._place(number, gone, settings, None).health.remove(True)
                 continue
-            if new.api_key_env != backend.settings.api_key_env:
+            pool = change.pools.get(new.url)
+            if backend is None or backend.settings.url != new.url:
+                backend = self._place(number, new, settings, pool)
+            elif pool is not None:
                 backend.pool.close()
-                backend.pool = _pool(new, settings)
-            backend.settings, backend.label = new, new.label
-            backend.label_bytes = new.label.encode("ascii", "replace")
-            limit = new.max_in_flight or settings.admission.max_in_flight
-            backend.health.max_in_flight = limit or NO_LIMIT
-            backend.health.set_settings(settings.health)
+                backend.pool = pool
             if backend.health.removed:
-                added.append(backend.label)
+                self.cluster.replace(number, new)
                 backend.health.remove(False)
-        for new in wanted.values():
-            self._add(self.cluster.add(new), new, settings)
-            added.append(new.label)
+            backend.set_up(new, settings)
+        self._drain(configuration)
         self.refresh(self._now)
-        return added, removed
+        self.chooser.resize(len(self.cluster))
+        after = {b.settings.url: b.label for b in self.present}
+        added = [label for url, label in after.items() if url not in before]
+        return added, [label for url, label in before.items() if url not in after]
+
+    def _place(
+        self, number: int, backend: BackendSettings, settings: ServeSettings, pool: Pool | None
+    ) -> Backend:
+        """Give a number to a backend: a new one, or that of one which is gone."""
+        placed = Backend(number, backend, settings, self, pool)
+        if number == len(self.all):
+            self.cluster.add(backend)
+            self.all.append(placed)
+        else:
+            self._retired(number)
+            self.full.discard(number)
+            self.cluster.replace(number, backend)
+            self.all[number] = placed
+        return placed
+
+    def _drain(self, configuration: Configuration) -> None:
+        for backend in self.present:
+            draining = backend.settings.url in configuration.drained
+            if draining != backend.health.draining:
+                backend.health.drain(draining)
+
+    def trim(self) -> None:
+        """Forget the last backends if they were removed and their requests are over."""
+        count = len(self.all)
+        while self.all and self.all[-1].health.removed and not self.all[-1].active:
+            gone = self.all.pop()
+            self.full.discard(gone.index)
+        for number in reversed(range(len(self.all), count)):
+            self._retired(number)
+        if len(self.all) < count:
+            self.cluster.shrink(len(self.all))
+            self.chooser.resize(len(self.all))
 
     def choose(self, arrival: Arrival, tried: Collection[Backend]) -> Decision | None:
         """Choose a backend for a request; None: no available one has room."""
-        excluded: Collection[int] = self.full
+        excluded = self.full
+        if self.room is not None:
+            excluded = excluded | {b.index for b in self.all if b.is_full}
         if tried:
-            excluded = self.full | {b.index for b in tried}
+            excluded = excluded | {b.index for b in tried}
         decision = self.chooser.choose(arrival, excluded)
         if decision is None and self.full:
             # Slow start is a courtesy: no request is rejected for it.
-            hard = {b.index for b in self.all if b.active >= b.health.max_in_flight or b in tried}
+            hard = {
+                b.index for b in self.all
+                if b.is_full or b.paused_until > self._now or b in tried
+            }  # fmt: skip
             if len(hard) < len(self.all):
                 decision = self.chooser.choose(arrival, hard)
         return decision
@@ -170,6 +296,7 @@ class Backends:
         free = [b for b in self.all if b.health.available and b not in tried]
         if not free:
             return None
+        free = [b for b in free if b.paused_until <= self._now] or free
         fewest = min(b.active for b in free)
         least = [b for b in free if b.active == fewest]
         return least[self._turn % len(least)]
@@ -178,11 +305,40 @@ class Backends:
         """Whether there is an available backend that was not tried."""
         return any(b.health.available and b not in tried for b in self.all)
 
-    def may_eject(self) -> bool:
-        """Whether error responses may take a backend out: not if half are out already."""
-        present = self.present
-        out = sum(b.health.breaker.state != CLOSED for b in present)
-        return 2 * (out + 1) <= len(present)
+    def is_idle(self, number: int, version: int) -> bool:
+        """Whether a number is needed no more; for a router that is one process."""
+        del version
+        return number >= len(self.all) or not self.all[number].active
+
+    @property
+    def any_available(self) -> bool:
+        """Whether any backend may get requests."""
+        return any(b.health.available for b in self.all)
+
+    def may_eject(self, backend: Backend) -> bool:
+        """Whether requests may take a backend out: not if that would leave too few of them.
+
+        Whatever a client does, and however late all servers are, the others go on.
+        """
+        serving = [b for b in self.present if not b.health.draining]
+        out = sum(b.health.breaker.state != CLOSED for b in serving if b is not backend)
+        return out + 1 <= backend.health.settings.max_ejected * len(serving)
+
+    def failed(self, backend: Backend, now: float, why: str, *, died: bool = False) -> None:
+        """A request has failed for a reason that is the backend's; ``died``: no connection."""
+        backend.health.failure(now, why, may_open=self.may_eject(backend), died=died)
+
+    def suspect(self, backend: Backend, now: float, why: str) -> None:
+        """A request has failed here and at other backends, so that it may be to blame itself."""
+        backend.health.suspect(now, why, may_open=self.may_eject(backend))
+
+    def pause(self, backend: Backend, until: float) -> None:
+        """A backend has asked for no requests until then (s); not all get what they ask for."""
+        serving = [b for b in self.present if b.health.available]
+        paused = sum(b.paused_until > self._now for b in serving if b is not backend)
+        if paused + 1 <= backend.health.settings.max_ejected * len(serving):
+            backend.paused_until = max(backend.paused_until, until)
+            self._set_limit(backend)
 
     def refresh(self, now: float) -> None:
         """Bring the limits up to date; they grow with time after a return."""
@@ -190,8 +346,10 @@ class Backends:
         for backend in self.all:
             self._set_limit(backend)
 
-    def _health_changed(self, backend: Backend) -> None:
+    def health_changed(self, backend: Backend) -> None:
         """A breaker has changed, or a drain has begun or ended."""
+        if backend.index >= len(self.all) or self.all[backend.index] is not backend:
+            return  # another one has its number by now
         state = backend.health.state
         level = logging.WARNING if state == OPEN else logging.INFO
         _log.log(
@@ -211,6 +369,8 @@ class Backends:
         else:
             mean = 0.0
         backend.limit = backend.health.limit(self._now, mean)
+        if backend.paused_until > self._now:
+            backend.limit = 0
         if backend.active >= backend.limit:
             self.full.add(backend.index)
         else:

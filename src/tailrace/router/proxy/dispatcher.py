@@ -96,6 +96,7 @@ class RequestDispatcher:
             exchange.check(now)
         context.queue.sweep(now)
         context.admit_waiting()
+        context.report_waiting()
 
     def reload(self, settings: ServeSettings) -> None:
         """Go by other settings from now on."""

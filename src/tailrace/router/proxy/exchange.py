@@ -6,6 +6,9 @@ way out of it leads through ``_finish``, which closes the attempt exactly once.
 """
 
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import NamedTuple
 
 from tailrace.net.client import NO_FILES, UpstreamConnection
 from tailrace.net.heads import ResponseHead
@@ -26,8 +29,20 @@ from tailrace.router.state.attempt import Attempt
 #: A reused connection that fails this soon was being closed by an idle server, in s.
 STALE_S = 1.0
 
+#: Methods that change nothing, so that a request of any kind may be sent twice (RFC 9110 9.2.1).
+_SAFE = frozenset((b"GET", b"HEAD", b"OPTIONS", b"TRACE"))
+
 # Stages of an exchange.
 WAITING, CONNECTING, SENT, STREAMING, OVER = range(5)
+
+
+class Suspect(NamedTuple):
+    """A backend that failed a request after it was sent there."""
+
+    backend: Backend
+    why: str
+    pause_s: float
+    """Above 0: it works, but has asked for no requests for this long."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,15 +65,22 @@ class ExchangeContext:
         """There may be room for a request: admit those that wait, in order."""
         if len(self.queue):
             self.queue.pump(self.now)
+            self.report_waiting()
+
+    def report_waiting(self) -> None:
+        """Let other workers know whether requests wait here, so that they leave some room."""
+        room = self.backends.room
+        if room is not None:
+            room.wait(len(self.queue) > 0)
 
 
 class Exchange:
     """One request in progress."""
 
     __slots__ = ("__weakref__", "_attempts", "_backend", "_connection", "_context", "_failure",
-                 "_heard_at", "_kind", "_refreshed", "_relay", "_request", "_sent_at",
-                 "_started_at", "_timed_out", "_tried", "arrival", "attempt", "decision", "id",
-                 "paused", "priority", "stage")  # fmt: skip
+                 "_heard_at", "_kind", "_refreshed", "_relay", "_repeatable", "_request",
+                 "_sent_at", "_started_at", "_suspects", "_timed_out", "_tried", "arrival",
+                 "attempt", "decision", "id", "paused", "priority", "stage")  # fmt: skip
 
     def __init__(
         self,
@@ -83,6 +105,10 @@ class Exchange:
         self._tried: list[Backend] = []
         self._attempts = 0
         self._refreshed = False
+        self._repeatable = kind != "other" or request.head.method in _SAFE
+        """Whether it may be sent again after it was sent."""
+        self._suspects: list[Suspect] | None = None
+        """Backends that failed it after it was sent."""
         self._failure = ""
         self._timed_out = False
         self._started_at = self._sent_at = self._heard_at = context.now
@@ -112,6 +138,7 @@ class Exchange:
                 self.shed("every replica is busy and the queue is full")
             elif not self._attempts:
                 context.admit_waiting()
+            context.report_waiting()
             return
         if self._attempts:
             self._give_up()
@@ -128,26 +155,33 @@ class Exchange:
             backend = backends.any_backend(self._tried)
             if backend is None:
                 return False
+            backend.begin(limited=False)
         else:
-            decision = backends.choose(arrival, self._tried)
-            if decision is None:
-                return False
-            backend = backends.all[decision.replica]
+            tried = self._tried
+            while True:
+                decision = backends.choose(arrival, tried)
+                if decision is None:
+                    return False
+                backend = backends.all[decision.replica]
+                if backend.begin():
+                    break
+                tried = [*tried, backend]  # another worker was faster
             self.decision = decision
         self._attempts += 1
         self._refreshed = False
         self._backend = backend
-        backend.begin()
-        self._connect(fresh=False)
+        self._connect()
         # Entered into the records only now: the server can begin meanwhile.
         if arrival is not None and decision is not None:
             self.attempt = Attempt(backends.cluster, arrival, decision.replica, decision)
             context.events.decided(decision)
         return True
 
-    def _connect(self, *, fresh: bool) -> None:
+    def _connect(self) -> None:
+        """Get a connection; a new one if the request could not be sent again on another."""
         assert self._backend is not None
         self.stage = CONNECTING
+        fresh = self._refreshed or not self._repeats
         connection = self._backend.pool.acquire(self, fresh=fresh)
         if connection is not None:
             self.connected(connection)
@@ -188,11 +222,16 @@ class Exchange:
             and not self._refreshed
             and self.stage == SENT
             and now - self._sent_at < STALE_S
+            and self._repeats
         ):
             self._refreshed = True
-            self._connect(fresh=True)
+            self._attempts += 1
+            self._connect()
             return
-        backend.health.failure(now, why, died=connecting)
+        if connecting or self._begun:
+            self._context.backends.failed(backend, now, why, died=connecting)
+        else:
+            self._suspect(why)
         self._failed_over(why, "connect" if connecting else "broken", "backend_failed")
 
     def head(self, head: ResponseHead) -> None:
@@ -200,9 +239,15 @@ class Exchange:
         context, backend = self._context, self._backend
         assert backend is not None
         status = head.status
-        if status >= 500 and status != 501:
+        if status == 429 or (status >= 500 and status != 501):
             why = f"answered {status}"
-            backend.health.failure(context.now, why, may_open=context.backends.may_eject())
+            pause_s = _pause_s(head)
+            if pause_s or status == 429:
+                backend.health.success(context.now)  # it works, but has too much to do
+            if pause_s:
+                self._suspect(why, min(pause_s, context.settings.retry.max_pause_s))
+            elif status != 429:
+                self._suspect(why)
             if status in context.settings.retry.statuses and self._may_retry():
                 if self._connection is not None:
                     self._connection.abort()
@@ -211,6 +256,8 @@ class Exchange:
                 return
         else:
             backend.health.success(context.now)
+            if self._suspects is not None:
+                self._convict()
         self.stage = STREAMING
         self._heard_at = context.now
         request = self._request
@@ -224,8 +271,7 @@ class Exchange:
         connection = self._connection
         assert relay is not None
         assert backend is not None
-        backend.heard = True
-        self._heard_at = self._context.now
+        backend.heard_at = self._heard_at = self._context.now
         reader = connection.reader if connection is not None else None
         out, tokens = relay.piece(raw, parts, done, reader)
         if tokens and attempt is not None:
@@ -256,8 +302,10 @@ class Exchange:
         context, backend, attempt = self._context, self._backend, self.attempt
         request = self._request
         assert backend is not None
-        backend.heard = True
+        backend.heard_at = context.now
         backend.health.success(context.now)
+        if self._suspects is not None:
+            self._convict()
         self._connection = None
         client = request.client
         keep = request.head.keep_alive and not client.closing
@@ -358,10 +406,16 @@ class Exchange:
             self._connection = None
         self._context.queue.remove(self)
         self._timed_out = True
-        if self._backend is not None and not final:
-            self._backend.health.failure(self._context.now, why)
+        backend = self._backend
         if final:
             self._attempts = self._context.settings.retry.attempts
+        elif backend is not None:
+            # A server that answers others meanwhile is busy, not broken.
+            if self._begun:
+                if backend.heard_at <= self._heard_at:
+                    self._context.backends.failed(backend, self._context.now, why)
+            elif backend.heard_at < self._sent_at:
+                self._suspect(why)
         self._failed_over(why, "timeout", "timeout")
 
     def _may_retry(self) -> bool:
@@ -369,11 +423,48 @@ class Exchange:
         context = self._context
         return (
             self._attempts < context.settings.retry.attempts
+            and (self._repeatable or self.stage == CONNECTING)
             and context.backends.has_other(
                 [*self._tried, self._backend] if self._backend else self._tried
             )
             and context.retry_budget.spend()
         )
+
+    @property
+    def _repeats(self) -> bool:
+        """Whether it may be sent once more if the attempt that now begins fails."""
+        return self._repeatable and self._attempts < self._context.settings.retry.attempts
+
+    def _suspect(self, why: str, pause_s: float = 0.0) -> None:
+        """The backend has failed it, or has asked for a pause: its fault, or the request's."""
+        assert self._backend is not None
+        if self._suspects is None:
+            self._suspects = []
+        self._suspects.append(Suspect(self._backend, why, pause_s))
+
+    def _convict(self) -> None:
+        """Another backend has answered it, so it is those that failed it that are at fault."""
+        suspects, self._suspects = self._suspects, None
+        context = self._context
+        for backend, why, pause_s in suspects or ():
+            if pause_s:
+                context.backends.pause(backend, context.now + pause_s)
+            else:
+                context.backends.failed(backend, context.now, why)
+
+    def _acquit(self) -> None:
+        """Nobody has answered it.
+
+        What fails at several backends is the request's fault, or the fault of too many of them. Of
+        a single one nothing is known, and a server that fails all its requests must be found out.
+        """
+        suspects = [suspect for suspect in self._suspects or () if not suspect.pause_s]
+        context = self._context
+        for backend, why, _ in suspects:
+            if len(suspects) == 1:
+                context.backends.failed(backend, context.now, why)
+            else:
+                context.backends.suspect(backend, context.now, why)
 
     def _failed_over(self, why: str, cause: str, outcome: str) -> None:
         """This attempt has failed: try another backend, or respond with the error."""
@@ -445,6 +536,10 @@ class Exchange:
         self.stage = OVER
         context = self._context
         context.active.discard(self)
+        if self._suspects is not None:
+            if outcome != "client_gone":
+                self._acquit()
+            self._suspects = None
         attempt, backend = self.attempt, self._backend
         self._close_attempt(outcome)
         context.events.request_done(attempt, status, outcome, self._kind)
@@ -473,3 +568,17 @@ class Exchange:
     def _extra_headers(self) -> bytes:
         explain = self._context.settings.explain
         return response_headers.headers(self.id, self._backend, self.decision, explained=explain)
+
+
+def _pause_s(head: ResponseHead) -> float:
+    """Return the pause that a 429 or 503 asks for, as seconds or as a date; 0: none."""
+    value = head.lower.get(b"retry-after")
+    if value is None or head.status not in (429, 503):
+        return 0.0
+    text = value.decode("latin-1").strip()
+    if text.isascii() and text.isdigit():
+        return float(text)
+    try:
+        return max(0.0, (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0

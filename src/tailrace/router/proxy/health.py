@@ -4,6 +4,10 @@ A breaker is closed (normal), open (no requests) or half open (a few trial reque
 some failures in a row, or when the share of failures in a window is too large. While it is open the
 router probes the server's health path, and only a good response admits trial requests. A response
 of 4xx is the client's fault and counts as good.
+
+What requests do to a replica may be the requests' fault. So whoever reports a failure says whether
+it may open the breaker (``may_open``); :meth:`Backends.may_eject
+<tailrace.router.proxy.backends.Backends.may_eject>` keeps a share of the replicas in any case.
 """
 
 import math
@@ -36,6 +40,7 @@ class Breaker:
         """When it last closed after having been open; before all times: never."""
         self.failures = 0
         """Failures of requests in a row."""
+        self._suspicions = 0  # in a row: failures that may have been the requests' fault
         self._probes_in_a_row = 0  # apart: a server may answer probes and nothing else
         self._trials = 0
         self._backoff = 1
@@ -43,7 +48,7 @@ class Breaker:
 
     def success(self, now: float) -> None:
         """A request, or a probe, was answered."""
-        self.failures = 0
+        self.failures = self._suspicions = 0
         if self.state == CLOSED:
             window = self._window
             if window and window[-1][0] == int(now):
@@ -58,8 +63,8 @@ class Breaker:
     def failure(self, now: float, why: str, *, may_open: bool = True, died: bool = False) -> None:
         """A request failed for a reason that is the replica's; ``died``: it cannot be reached.
 
-        ``may_open``: whether this is enough to take the replica out; an error answer is not when
-        most replicas give them, because then the requests are to blame.
+        ``may_open``: whether this is enough to take the replica out; it is not when too many are
+        out already, because then the requests, or too many of them, are to blame.
         """
         self.failures += 1
         if self.state == HALF_OPEN:
@@ -71,8 +76,26 @@ class Breaker:
             if may_open and (self.failures >= self.settings.failures or self._share_too_large(now)):
                 self._open(now, why, died)
 
-    def probed(self, now: float, good: bool, why: str, *, died: bool = False) -> None:
-        """The health path was asked."""
+    def suspect(self, now: float, why: str, *, may_open: bool) -> None:
+        """A request failed here and at other replicas: its fault, unless nothing else succeeds."""
+        self._suspicions += 1
+        if may_open and self.state != OPEN and self._suspicions >= self.settings.window_requests:
+            self._open(now, why, died=False)
+
+    def probed(
+        self,
+        now: float,
+        good: bool,
+        why: str,
+        *,
+        died: bool = False,
+        may_open: bool = True,
+        trying: bool = False,
+    ) -> None:
+        """The health path was asked; ``trying``: trial requests wait for their answer.
+
+        Those decide then: a server may answer its health path and nothing else.
+        """
         self._probes_in_a_row = 0 if good else self._probes_in_a_row + 1
         if self.state == OPEN:
             self.died = self.died or died
@@ -80,12 +103,16 @@ class Breaker:
                 self.state = HALF_OPEN
                 self._trials = 0
         elif self.state == HALF_OPEN:
-            if good:
+            if not good:
+                self.failure(now, why, may_open=may_open, died=died)
+            elif not trying:
                 self.success(now)  # without traffic, probes alone bring it back
-            else:
-                self.failure(now, why, died=died)
-        elif self._probes_in_a_row >= self.settings.failures:
+        elif may_open and self._probes_in_a_row >= self.settings.failures:
             self._open(now, why, died)
+
+    def end_pause(self, now: float) -> None:
+        """Let the next good probe admit trial requests."""
+        self.open_until = min(self.open_until, now)
 
     def _open(self, now: float, why: str, died: bool) -> None:
         self.state = OPEN
@@ -93,6 +120,7 @@ class Breaker:
         self.reason = why
         self.opened += 1
         self.open_until = now + self.settings.open_s * self._backoff
+        self._suspicions = 0
         self._window.clear()
 
     def _close(self, now: float) -> None:
@@ -185,10 +213,26 @@ class Health:
         if self.breaker.state != before:
             self.changed()
 
-    def probed(self, now: float, good: bool, why: str = "", *, died: bool = False) -> None:
-        """The health path was asked."""
+    def suspect(self, now: float, why: str, *, may_open: bool) -> None:
+        """A request failed here and at other replicas; see :meth:`Breaker.suspect`."""
+        before = self.breaker.state
+        self.breaker.suspect(now, why, may_open=may_open)
+        if self.breaker.state != before:
+            self.changed()
+
+    def probed(
+        self,
+        now: float,
+        good: bool,
+        why: str = "",
+        *,
+        died: bool = False,
+        may_open: bool = True,
+        trying: bool = False,
+    ) -> None:
+        """The health path was asked; see :meth:`Breaker.probed`."""
         before = self.breaker.state, self.breaker.died
-        self.breaker.probed(now, good, why, died=died)
+        self.breaker.probed(now, good, why, died=died, may_open=may_open, trying=trying)
         if (self.breaker.state, self.breaker.died) != before:
             self.changed()
 

@@ -144,6 +144,7 @@ class ClusterState:
         self.beliefs: NDArray[np.void] = np.zeros(0, kernels.BELIEF)
         self.waiting: list[dict[int, float]] = []
         self.epochs: list[int] = []
+        self._next_epoch = itertools.count()
         self._misses: list[int] = []
         self._answer_share: list[float] = []
         self._grow(backends)
@@ -168,15 +169,41 @@ class ClusterState:
         self._grow([backend])
         return len(self.replicas) - 1
 
+    def replace(self, replica: int, backend: BackendSettings) -> None:
+        """Give a number to another server, of which nothing is known yet.
+
+        Attempts that are still open for the old one may be closed later; they count no more.
+        """
+        server = backend.server
+        view = idle_views([server])
+        self._make_room(len(self), view["capacity_tokens"])
+        self._take_rows(len(self))
+        self.forget(replica)
+        self.replicas[replica] = view[0]
+        self.replicas["recent_at"][replica] = self.clock()
+        self.seen[replica] = self.replicas[replica]
+        self.backends[replica] = backend
+        self.costs[replica] = replica_costs([server])[0]
+        self.beliefs[replica] = (self._believed(server), 1)
+        self._misses[replica], self._answer_share[replica] = 0, 1.0
+
+    def shrink(self, count: int) -> None:
+        """Forget the replicas from number ``count`` on; no attempt there may be open."""
+        for replica in range(count, len(self)):
+            self.forget(replica)
+            self.replicas[replica] = np.zeros((), REPLICA_VIEW)  # other workers leave it out
+        del self.backends[count:], self.waiting[count:], self.epochs[count:]
+        del self._misses[count:], self._answer_share[count:]
+        self.costs, self.beliefs = self.costs[:count], self.beliefs[:count]
+        self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
+        self._take_rows(count)
+
     def _grow(self, backends: Sequence[BackendSettings]) -> None:
         servers = [backend.server for backend in backends]
         old, n = len(self.replicas), len(self.replicas) + len(servers)
         views, new = idle_views(servers), slice(old, n)
         self._make_room(n, views["capacity_tokens"])
-        worker_view = self.worker_view
-        self.replicas, self.seen = worker_view.replicas(n)
-        self.index = worker_view.index(n)
-        self.routers, self.seen_routers = worker_view.routers()
+        self._take_rows(n)
         self.replicas[new] = views
         self.replicas["recent_at"][new] = self.clock()
         self.seen[:] = self.replicas
@@ -185,12 +212,19 @@ class ClusterState:
         believed = np.array([(self._believed(s), 1) for s in servers], kernels.BELIEF)
         self.beliefs = np.concatenate([self.beliefs, believed])
         self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
-        self.cells = memory_of(self.replicas.view(np.int64))
-        self.times = memory_of(self.replicas.view(np.float64))
         self.waiting += [{} for _ in servers]
-        self.epochs += [0] * len(servers)
+        self.epochs += [next(self._next_epoch) for _ in servers]
         self._misses += [0] * len(servers)
         self._answer_share += [1.0] * len(servers)
+
+    def _take_rows(self, count: int) -> None:
+        """Use the first ``count`` rows of the shared state."""
+        worker_view = self.worker_view
+        self.replicas, self.seen = worker_view.replicas(count)
+        self.index = worker_view.index(count)
+        self.routers, self.seen_routers = worker_view.routers()
+        self.cells = memory_of(self.replicas.view(np.int64))
+        self.times = memory_of(self.replicas.view(np.float64))
 
     def _make_room(self, n: int, capacity_tokens: NDArray[np.int64]) -> None:
         """Let the state of a worker alone grow; one that several workers share cannot."""
@@ -220,7 +254,7 @@ class ClusterState:
 
         Attempts that are still open may be closed later; they count no more.
         """
-        self.epochs[replica] += 1
+        self.epochs[replica] = next(self._next_epoch)
         self.waiting[replica].clear()
         ledger.lost(self.replicas[replica])
         prefix_index.forget(self.index, replica)

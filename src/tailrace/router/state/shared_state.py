@@ -30,6 +30,14 @@ SESSION_CELLS = 4
 #: Replicas that several workers have room for beyond twice those at the start: a reload may add
 #: some.
 SPARE = 16
+#: What a worker reports of itself.
+WORKER = np.dtype(
+    [
+        ("beat_at", "f8"),  # when it last looked after its time limits, s; 0: it has not begun to
+        ("version", "i8"),  # of its configuration + 1; 0: it does not run
+        ("waiting_since", "f8"),  # since when requests wait there for room, s; 0: none waits
+    ]
+)
 MAX_INDEX_ENTRIES = 1 << 18
 
 
@@ -63,6 +71,9 @@ class SharedState:
     slots: NDArray[np.int32]  #: [w, n, s]
     totals: NDArray[np.void]  #: [w, n] TOTALS
     sessions: NDArray[np.uint64]  #: [SESSIONS * SESSION_CELLS]; empty for one worker
+    in_flight: NDArray[np.int64]  #: [w, n]: requests of every kind at each backend
+    freed_at: NDArray[np.float64]  #: [n]: when one of these last ended, s
+    reports: NDArray[np.void]  #: [w] WORKER
 
     def __init__(self, workers: int, replicas: int, entries: int) -> None:
         """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index."""
@@ -79,9 +90,13 @@ class SharedState:
             (np.dtype(np.int32), (workers, room, slots)),
             (prefix_index.TOTALS, (workers, room)),
             (np.dtype(np.uint64), (0 if alone else SESSIONS * SESSION_CELLS,)),
+            (np.dtype(np.int64), (workers, room)),
+            (np.dtype(np.float64), (room,)),
+            (WORKER, (workers,)),
         ]
         arrays = [np.zeros(shape, dtype) for dtype, shape in parts] if alone else _mapped(parts)
-        self.replicas, self.routers, self.entries, self.slots, self.totals, self.sessions = arrays
+        self.replicas, self.routers, self.entries, self.slots, self.totals = arrays[:5]
+        self.sessions, self.in_flight, self.freed_at, self.reports = arrays[5:]
 
     @property
     def index_entries(self) -> int:
@@ -94,7 +109,9 @@ class SharedState:
 
     def clear(self, worker: int) -> None:
         """Forget everything about a worker."""
-        for rows in (self.replicas, self.routers, self.slots, self.totals):
+        for rows in (
+            self.replicas, self.routers, self.slots, self.totals, self.in_flight, self.reports,
+        ):  # fmt: skip
             rows[worker] = np.zeros((), rows.dtype)
         self.entries[worker, :, 0] = np.zeros((), self.entries.dtype)  # the heads of the lists
 

@@ -33,7 +33,7 @@ def merge(path: str, responses: list[WorkerResponse]) -> tuple[int, bytes, bytes
     if path in MERGED:
         values = [(r.worker, orjson.loads(r.body)) for r in responses]
         return 200, JSON, orjson.dumps(MERGED[path](values))
-    return 200, JSON, responses[0].body  # the same change was made everywhere
+    return 200, JSON, responses[0].body
 
 
 def metrics(texts: list[tuple[int, str]]) -> bytes:
@@ -173,7 +173,7 @@ def _replica(seen: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
         "available": any(v["available"] for v in views),
         "opened": max(v["opened"] for v in views),
         "warming": any(v["warming"] for v in views),
-        "limit": None if None in limits else sum(limits),
+        "limit": None if None in limits else max(limits),
         "share_1m": sum(p * s for p, s in shared) / pace if pace else None,
     }
 

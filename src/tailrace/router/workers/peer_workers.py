@@ -2,7 +2,7 @@
 
 Each worker has a second admin listener, a socket in a folder that only this user can open. A worker
 that is asked on the public listener asks all workers there, itself included, and merges their
-responses.
+responses. A change it makes itself, and then asks all of them to take it over.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tailrace.net.server import HttpRequest
+from tailrace.router.admin import AdminResponse
 
 #: For one worker's response, s; one that is busy for longer is left out.
 TIMEOUT_S = 2.0
@@ -83,6 +84,34 @@ class PeerRequest:
 
     def client_gone(self) -> None:
         """Cancel."""
+        self._task.cancel()
+
+    def client_slow(self) -> None:
+        """Nothing to stop: the response is one piece."""
+
+    def client_ready(self) -> None:
+        """Nothing to resume."""
+
+
+class PeerChange:
+    """An admin request that has changed something; it is answered when all workers go by it.
+
+    A worker that is busy for longer takes the change over when it looks after its time limits.
+    """
+
+    def __init__(self, request: HttpRequest, peers: PeerWorkers, response: AdminResponse) -> None:
+        self._request = request
+        self._task = asyncio.get_running_loop().create_task(self._run(peers, response))
+
+    async def _run(self, peers: PeerWorkers, response: AdminResponse) -> None:
+        if response.status == 200:
+            await peers.ask("POST", "/catch-up")
+        status, kind, body, extra = response
+        client = self._request.client
+        client.respond(self._request.head, status, body, content_type=kind, extra=extra)
+
+    def client_gone(self) -> None:
+        """Cancel; what was changed stays so."""
         self._task.cancel()
 
     def client_slow(self) -> None:

@@ -1,5 +1,8 @@
 """Several router processes on one port: starts them, restarts one that dies, ends them together.
 
+A worker that is stopped or hangs would still be given connections, which nobody answers. So each
+reports that it is alive, and one that has not done so for a while is killed.
+
 The supervisor serves nothing and runs no event loop and no thread, so it can fork at any time: a
 worker begins with all code loaded and compiled, in milliseconds, and shares that memory.
 """
@@ -7,6 +10,7 @@ worker begins with all code loaded and compiled, in milliseconds, and shares tha
 import contextlib
 import gc
 import logging
+import math
 import os
 import select
 import signal
@@ -19,6 +23,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from tailrace.errors import TailraceError
+from tailrace.router import listening
 from tailrace.router.settings import address
 
 #: A worker that lived for less is restarted after a pause that doubles each time, up to this, s.
@@ -29,6 +34,8 @@ GRACE_S = 5.0
 _SIGNALS = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD))
 #: Longest wait for a signal, s.
 _POLL_S = 0.2
+#: A worker that has not begun to report after so long hangs, s.
+START_S = 120.0
 
 _log = logging.getLogger("tailrace.router")
 
@@ -53,6 +60,8 @@ class _Worker:
     started_at: float = 0.0
     due_at: float = 0.0  # when it is started again
     failures: int = 0
+    beat_at: float = 0.0  # as last reported
+    silent_s: float = 0.0  # since then
 
 
 class Supervisor:
@@ -63,23 +72,34 @@ class Supervisor:
         count: int,
         work: Callable[[int, SupervisorPipes], int],
         *,
-        drain_s: float,
+        drain_s: float | Callable[[], float],
         lost: Callable[[int], None] = lambda _: None,
         grace_s: float = GRACE_S,
+        beat_at: Callable[[int], float] | None = None,
+        watchdog_s: Callable[[], float] = lambda: math.inf,
     ) -> None:
         """``lost`` is called with the number of a worker that died, before it is restarted.
 
-        ``grace_s``: how long after ``drain_s`` workers that have not ended are killed.
+        ``drain_s``: how long workers may take to end; they are killed after ``grace_s`` more.
+        ``beat_at``: returns when a worker has last reported that it is alive, 0: not yet. A worker
+        that has been silent for ``watchdog_s`` is killed.
         """
         self._work = work
-        self._end_within_s = drain_s + grace_s
+        self._drain_s = drain_s if callable(drain_s) else lambda: drain_s
+        self._grace_s = grace_s
         self._lost = lost
+        self._beat_at = beat_at
+        self._watchdog_s = watchdog_s
+        self._watched_at = 0.0
         self._workers = [_Worker() for _ in range(count)]
         self._ready_in, self._ready_out = os.pipe()
         self._parent_in, self._parent_out = os.pipe()
 
     def run(self, started: Callable[[], None] = lambda: None) -> int:
-        """Serve until SIGTERM or SIGINT; SIGHUP goes to all workers. Return the exit code."""
+        """Serve until SIGTERM or SIGINT; SIGHUP goes to a worker, which tells the others.
+
+        Return the exit code.
+        """
         gc.collect()
         gc.freeze()  # pages that no collection touches stay shared
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -105,6 +125,7 @@ class Supervisor:
             self._become(number, mask)
         worker = self._workers[number]
         worker.pid, worker.started_at, worker.due_at = pid, time.monotonic(), 0.0
+        worker.beat_at = worker.silent_s = 0.0
 
     def _become(self, number: int, mask: set[int | signal.Signals]) -> NoReturn:
         """Run a worker in the new process; the supervisor's code must not run here after."""
@@ -157,7 +178,8 @@ class Supervisor:
                 self._end(signal.SIGTERM)
                 return 130 if what == signal.SIGINT else 0
             if what == signal.SIGHUP:
-                self._signal_all(signal.SIGHUP)
+                self._signal_one(signal.SIGHUP)
+            self._kill_silent()
             now = time.monotonic()
             for number in self._reap():
                 self._died(number, now)
@@ -177,6 +199,38 @@ class Supervisor:
         self._lost(number)
         _log.error("a worker has ended and is started again", extra={"worker": number})
 
+    def _kill_silent(self) -> None:
+        """Kill workers that have been silent for too long."""
+        now = time.monotonic()
+        # If this process was stopped itself, they may have been too.
+        passed_s = min(now - self._watched_at, 2 * _POLL_S)
+        self._watched_at = now
+        if self._beat_at is None:
+            return
+        for number, worker in enumerate(self._workers):
+            beat_at = self._beat_at(number)
+            if beat_at != worker.beat_at:
+                worker.beat_at, worker.silent_s = beat_at, 0.0
+                continue
+            worker.silent_s += passed_s
+            limit_s = self._watchdog_s() if beat_at else max(START_S, self._watchdog_s())
+            if worker.pid and worker.silent_s > limit_s:
+                _log.error(
+                    "a worker does nothing and is killed",
+                    extra={"worker": number, "silent_s": worker.silent_s},
+                )
+                worker.silent_s = 0.0
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
+
+    def _signal_one(self, what: signal.Signals) -> None:
+        """Send a signal to the worker that was heard of last."""
+        running = [worker for worker in self._workers if worker.pid]
+        if running:
+            worker = min(running, key=lambda worker: worker.silent_s)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(worker.pid, what)
+
     def _signal_all(self, what: signal.Signals) -> None:
         for worker in self._workers:
             if worker.pid:
@@ -186,34 +240,41 @@ class Supervisor:
     def _end(self, what: signal.Signals) -> None:
         """Let all workers finish; a second signal makes them abort."""
         self._signal_all(what)
-        limit = time.monotonic() + self._end_within_s
+        limit = time.monotonic() + self._drain_s() + self._grace_s
         while any(worker.pid for worker in self._workers):
             if time.monotonic() > limit:
                 self._signal_all(signal.SIGKILL)
+            self._kill_silent()
             received = signal.sigtimedwait(_SIGNALS, _POLL_S)
             if received is not None and received.si_signo in (signal.SIGTERM, signal.SIGINT):
                 self._signal_all(what)
             self._reap()
 
 
-def reserve(where: str) -> tuple[str, socket.socket]:
+@dataclass(frozen=True, slots=True)
+class ReservedPort:
+    """A port that is kept for workers to share, on all addresses of a host."""
+
+    sockets: list[socket.socket]
+
+    def listen(self) -> None:
+        """Begin to accept connections, as a worker would."""
+        for each in self.sockets:
+            each.listen()
+
+    def close(self) -> None:
+        """Give it up."""
+        listening.close(self.sockets)
+
+
+def reserve(where: str) -> tuple[str, ReservedPort]:
     """Keep a port for workers to share; return host:port, the port chosen if it was 0.
 
-    Raise if something listens there: a port that may be shared would be taken silently.
+    Raise if something listens there: a port that may be shared would be taken silently. Nothing
+    listens on what is returned, so it gets no connections.
     """
-    host, port = address(where)
-    family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    try:
-        with socket.socket(family, kind, proto) as alone:
-            alone.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            alone.bind(target)
-            alone.listen(1)
-            target = alone.getsockname()
-        kept = socket.socket(family, kind, proto)
-        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        kept.bind(target)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise TailraceError(f"cannot listen on {where}: {why}; choose another port") from None
-    shown = f"[{host}]" if ":" in host else host
-    return f"{shown}:{target[1]}", kept
+    alone = listening.listen(where)
+    host, port = address(where)[0], alone[0].getsockname()[1]
+    listening.close(alone)
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return where, ReservedPort(listening.bind(where, reuse_port=True))

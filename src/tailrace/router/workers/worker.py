@@ -1,8 +1,9 @@
 """One of several router processes, and how they are started: ``tailrace serve --processes N``.
 
 Each worker is a complete router with connections, health checks and a decision log file of its own;
-the system spreads clients' connections over them. Limits per replica and for the router as a whole
-are divided among them.
+the system spreads clients' connections over them. Limits per replica hold for all of them together,
+limits of the router as a whole are divided among them. A change that one of them is asked for is
+published, and all go by it, also those that are started later.
 """
 
 import asyncio
@@ -17,16 +18,18 @@ import uvloop
 
 from tailrace.errors import TailraceError
 from tailrace.net.server import ClientConnection, HttpRequest, Work
-from tailrace.router.admin import Admin, json
+from tailrace.router.admin import Admin, AdminResponse, AdminRoutes, json
 from tailrace.router.app import Router
+from tailrace.router.configuration import Configuration, SharedConfigurationStore
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.observe import status
 from tailrace.router.observe.decision_log import load_salt
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
+from tailrace.router.state.worker_room import WorkerRoom, WorkerSignals
 from tailrace.router.workers import aggregate
-from tailrace.router.workers.peer_workers import PeerRequest, PeerWorkers
+from tailrace.router.workers.peer_workers import PeerChange, PeerRequest, PeerWorkers
 from tailrace.router.workers.supervisor import Supervisor, SupervisorPipes, reserve
 
 Load = Callable[[], ServeSettings]
@@ -45,37 +48,65 @@ def serve_several(
     backend that does not answer, and why.
     """
     listen, kept = reserve(settings.listen)
-    held, admin = [kept], settings.admin
-    if admin.listen != "off":
-        where, kept = reserve(admin.listen)
+    held, admin = [kept], "off"
+    if settings.admin.listen != "off":
+        admin, kept = reserve(settings.admin.listen)
         held.append(kept)
-        admin = admin.model_copy(update={"listen": where})
-    settings = settings.model_copy(update={"listen": listen, "admin": admin})
     count, salt = settings.processes, load_salt(settings.decisions.folder)
     settings.admin.token()
     shared = new_shared_state(settings.backends, count)
     # Everything is compiled here, once: workers are copies of this process.
     Chooser(ClusterState(settings.backends, worker_view=shared.of(0)), settings.routing).close()
+    shared.clear(0)
+    signals = WorkerSignals(count)
     with tempfile.TemporaryDirectory(prefix="tailrace-") as folder:
+        store = SharedConfigurationStore(Path(folder), shared.room)
+
+        def part(number: int) -> Callable[[ServeSettings], ServeSettings]:
+            return lambda changed: part_of(_at(changed, listen, admin), number, count)
 
         def work(number: int, pipes: SupervisorPipes) -> int:
-            again = None if load is None else lambda: part_of(load(), number, count)
-            part, worker_view = part_of(settings, number, count), shared.of(number)
-            router = Router(part, load=again, salt=salt, worker_view=worker_view)
+            router = Router(
+                settings, load=load, salt=salt, worker_view=shared.of(number),
+                room=WorkerRoom(shared, number, signals), store=store, part=part(number),
+            )  # fmt: skip
             peers = PeerWorkers(Path(folder), number, count)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(_serve(router, peers, pipes, failing))
 
-        supervisor = Supervisor(count, work, drain_s=settings.drain_s, lost=shared.clear)
+        current = Configuration.first(settings)
+        store.publish(current)
+
+        def now() -> ServeSettings:
+            nonlocal current
+            current = store.latest(current.version) or current
+            return current.settings
+
+        supervisor = Supervisor(
+            count, work, lost=shared.clear,
+            drain_s=lambda: now().lame_duck_s + now().drain_s,
+            beat_at=lambda number: float(shared.reports["beat_at"][number]),
+            watchdog_s=lambda: now().watchdog_s,
+        )  # fmt: skip
         try:
-            return supervisor.run(lambda: started(settings))
+            return supervisor.run(lambda: started(_at(settings, listen, admin)))
         finally:
+            signals.close()
             for kept in held:
                 kept.close()
 
 
+def _at(settings: ServeSettings, listen: str, admin: str) -> ServeSettings:
+    """Return settings with the addresses that are in use."""
+    at = settings.admin.model_copy(update={"listen": admin})
+    return settings.model_copy(update={"listen": listen, "admin": at})
+
+
 def part_of(settings: ServeSettings, number: int, count: int) -> ServeSettings:
-    """Return the settings of one worker: its part of what is limited, and a port that is shared."""
+    """Return the settings of one worker: its part of what is limited, and a port that is shared.
+
+    What a replica gets at most is limited for all workers together, see ``state/worker_room.py``.
+    """
 
     def part(limit: int | None, least: int = 1) -> int | None:
         if limit is None:
@@ -87,16 +118,7 @@ def part_of(settings: ServeSettings, number: int, count: int) -> ServeSettings:
         update={
             "share_port": True,
             "limits": limits.model_copy(update={"connections": part(limits.connections)}),
-            "admission": admission.model_copy(
-                update={
-                    "max_in_flight": part(admission.max_in_flight),
-                    "queue": part(admission.queue, 0),
-                }
-            ),
-            "backends": tuple(
-                b.model_copy(update={"max_in_flight": part(b.max_in_flight)})
-                for b in settings.backends
-            ),
+            "admission": admission.model_copy(update={"queue": part(admission.queue, 0)}),
         }
     )
 
@@ -108,8 +130,16 @@ async def _serve(router: Router, peers: PeerWorkers, pipes: SupervisorPipes, fai
         loop.remove_reader(pipes.parent)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    room = router.backends.room
+    assert room is not None
+
+    def woken(room: WorkerRoom = room) -> None:
+        room.woken()
+        router.dispatcher.context.admit_waiting()
+
     try:
         loop.add_reader(pipes.parent, orphaned)
+        loop.add_reader(room.wake, woken)
         for backend, why in await router.probe():
             if peers.number == 0:  # they would all say the same
                 failing(backend.settings.url, why)
@@ -128,13 +158,21 @@ async def join_peers(router: Router, peers: PeerWorkers) -> None:
             status.describe_worker(router.telemetry, router.snapshot())
         )
     }
-    private = Admin({**router.admin.routes, **own_status}, None)
+    own: AdminRoutes = {("POST", "/catch-up"): lambda: _caught_up(router), **own_status}
+    private = Admin({**router.admin.routes, **own}, None)
     path = peers.own_path
     Path(path).unlink(missing_ok=True)  # of a worker that has died
     loop = asyncio.get_running_loop()
     router.also(await loop.create_unix_server(lambda: ClientConnection(private), path))
 
     def ask_workers(request: HttpRequest, asked: str) -> Work:
-        return PeerRequest(request, peers, asked, partial(aggregate.merge, asked))
+        if request.head.method in (b"GET", b"HEAD"):
+            return PeerRequest(request, peers, asked, partial(aggregate.merge, asked))
+        return PeerChange(request, peers, router.admin.response(request))
 
     router.admin.ask_workers = ask_workers
+
+
+def _caught_up(router: Router) -> AdminResponse:
+    router.catch_up()
+    return json({"version": router.configuration.version})

@@ -352,7 +352,7 @@ class RewardStatistics:
         self._at_bound.append(self._reward.share_at_bound())
 
     def metrics(self) -> dict[str, float]:
-        """Return their means; see Rollout.figures."""
+        """Return their means; see Rollout.metrics."""
         raw = np.concatenate(self._raw)
         steps = len(self._raw)
         return {

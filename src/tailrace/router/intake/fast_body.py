@@ -7,7 +7,8 @@ one pass over the body.
 
 Against ``orjson``, on whole requests through the router (``benchmarks/bench_bodies.py``,
 docs/results/bench_bodies.json): 6 % more requests per second with bodies of 1 KB, 7 % with 16 KB,
-10 % with 128 KB, and 5, 9 and 19 % less CPU time per request. ``msgspec`` is no faster than orjson.
+10 % with 128 KB, and 5, 9 and 19 % less CPU time per request. ``msgspec``
+is faster than orjson with 1 KB only.
 
 What is read here is certainly JSON and means what the other reader finds in it. Whatever is out of
 the ordinary (content in parts, tools, a conversation's id, a key twice, an error) is left to that

@@ -32,7 +32,7 @@ def run(
 
 def run_with_process(work: Coroutine[Any, Any, T]) -> T:
     """Run a test that starts a process: it may have to compile, and uvloop's end would wait."""
-    return run(work, limit_s=100, factory=asyncio.new_event_loop)
+    return run(work, limit_s=600, factory=asyncio.new_event_loop)
 
 
 @dataclass

@@ -194,11 +194,6 @@ class ClientConnection(asyncio.Protocol):
         if work is not None:
             work.client_gone()
 
-    def continue_with(self, work: Work) -> None:
-        """Let other work respond to the current request."""
-        if self.busy:
-            self._work = work
-
     def shutdown(self) -> None:
         """Close once no request is being handled."""
         self._closing = True

@@ -93,7 +93,7 @@ class Hold(Noted):
         super().step(step, steps, metrics)
         if step == steps:
             self.learnt.set()
-            self.go_on.wait(60)
+            self.go_on.wait(600)
 
 
 async def listens(port: int, training: "asyncio.Future[Any]") -> None:
@@ -148,7 +148,7 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
                 while not watcher.learnt.is_set() and not training.done():
                     table = short(40, len(loads))
                     url = f"http://127.0.0.1:{port}"
-                    loads.append(await load(url, table, stretch=SCALE, timeout_s=60))
+                    loads.append(await load(url, table, stretch=SCALE, timeout_s=300))
                 for replica in await backends(admin):
                     assert replica["in_flight"] == replica["ledger_in_flight"] == 0
             finally:

@@ -129,11 +129,6 @@ class TokenCounter:
         both.prompts += 1
         self.units_per_token = both.size / both.tokens / UNIT_BYTES
 
-    def prompts_seen(self, model: str | None = None) -> int:
-        """How many prompts the figure of a model rests on; 0: it is only assumed."""
-        seen = self._all if model is None else self._models.get(model)
-        return seen.prompts if seen is not None else 0
-
     def _local(self, text: str) -> int:
         part = text[:LOCAL_BYTES]
         found = len(self._tokenizer.encode(part).ids)  # type: ignore[union-attr]

@@ -142,8 +142,8 @@ def test_aborted_requests_leave_and_give_everything_back(scheduler, moment_s):
     assert finished == jobs[1::2]
     assert (replica.waiting, replica.running, replica.kv_used) == (0, 0, 0.0)
     assert replica.meter.success["abort"] == 3
-    assert not replica._leaving
-    assert not replica._content.names
+    assert not replica.leaving
+    assert not replica.content.names
 
 
 def test_aborting_after_the_end_does_nothing():

@@ -104,7 +104,7 @@ def command(
 
 
 def _rate(scenario: Scenario, has_scenario: bool) -> float | None:
-    """Requests/s: what was asked for, or the traffic's own where no scenario gives a capacity."""
+    """Requests/s as given, or the traffic's own where no scenario gives a capacity."""
     if scenario.workload.rate is not None or not has_scenario:
         return scenario.workload.rate
     from tailrace.saturation import resolve_rate

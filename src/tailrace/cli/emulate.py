@@ -48,7 +48,7 @@ _PORT = click.IntRange(0, 65_535)
     "--max-model-len", "max_tokens", type=click.IntRange(2),
     help="Most tokens of prompt and answer; default: what the KV cache holds.",
 )  # fmt: skip
-@option("--seed", type=SEED, default=0, help="Seed of answers and of lengths nobody asked for.")
+@option("--seed", type=SEED, default=0, help="Seed of texts and of unset output lengths.")
 @option(
     "--faults", is_flag=True, help="Open an admin port through which replicas can be made to fail."
 )
@@ -63,7 +63,7 @@ _PORT = click.IntRange(0, 65_535)
 )  # fmt: skip
 @option(
     "--duration", type=click.FloatRange(0), metavar="S",
-    help="Stop after so many seconds; default: on Ctrl-C.",
+    help="Stop after this many seconds; default: on Ctrl-C.",
 )  # fmt: skip
 @option(
     "--json", "as_json", is_flag=True, section=OUTPUT,

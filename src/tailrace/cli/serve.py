@@ -68,7 +68,7 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
     """Route OpenAI requests to the best of several servers.
 
     Point clients at http://HOST:PORT/v1. Answers carry X-Tailrace-Replica, -Policy and -Reason.
-    SIGTERM ends the router after the requests under way; SIGHUP reads --config again.
+    SIGTERM lets requests in flight finish, then ends the router; SIGHUP reads --config again.
 
     Example: tailrace serve -b http://127.0.0.1:8000 -b http://127.0.0.1:8001
     """

@@ -55,11 +55,12 @@ class EmulatedReplica:
         self.config = config
         self.meter = meter
         self._clock = clock
-        self._content = LiveContent()
-        self.server = Server(number, config, compat=False, content=self._content)
+        self.content = LiveContent()
+        self.server = Server(number, config, compat=False, content=self.content)
         self._names_blocks = isinstance(self.server.scheduler.memory, BlockPool)
         self._jobs: dict[int, Job] = {}
-        self._leaving: set[Request] = set()
+        self.leaving: set[Request] = set()
+        """Aborted requests that a running iteration still holds."""
         self._next_id = 0
         self._now_s = 0.0
         self._forms_at_s = NEVER_S
@@ -109,7 +110,7 @@ class EmulatedReplica:
         self._jobs[request.id] = job
         if self._names_blocks:
             names = chained_names(prompt + answer, self.config.block_size)
-            self._content.names[request.id] = names
+            self.content.names[request.id] = names
         self.server.add(request)
         self._forms_at_s = now
         if not self._frozen:
@@ -123,7 +124,7 @@ class EmulatedReplica:
         self.catch_up()
         if job.request.id in self._jobs:
             job.aborted = True
-            self._leaving.add(job.request)
+            self.leaving.add(job.request)
             self._drop_leaving_from_queue()
 
     def catch_up(self) -> float:
@@ -148,8 +149,8 @@ class EmulatedReplica:
         now = self.catch_up()
         self.server.die(now)
         self._jobs.clear()
-        self._leaving.clear()
-        self._content.names.clear()
+        self.leaving.clear()
+        self.content.names.clear()
         self._forms_at_s = NEVER_S
         self._frozen = False
         self._arm()
@@ -204,7 +205,7 @@ class EmulatedReplica:
                     job.scheduled_s = now
                     job.cached_tokens = self.server.scheduler.admission_hit(request)
                     self.meter.admitted(job.prompt_tokens, job.cached_tokens)
-        if self._leaving:
+        if self.leaving:
             self._drop_leaving_from_queue()
 
     def _end_iterations(self, end_s: float, now: float) -> None:
@@ -213,7 +214,7 @@ class EmulatedReplica:
             news: list[Job] = []
             for request, tokens in zip(batch.requests, batch.tokens, strict=True):
                 gave_token = request.advance(tokens)
-                if request in self._leaving:
+                if request in self.leaving:
                     _cut(request)
                     self._leave(self._jobs[request.id])
                 elif gave_token:
@@ -237,14 +238,14 @@ class EmulatedReplica:
     def _leave(self, job: Job) -> None:
         del self._jobs[job.request.id]
         if job.aborted:
-            self._leaving.discard(job.request)
+            self.leaving.discard(job.request)
             self.meter.aborted()
 
     def _drop_leaving_from_queue(self) -> None:
         waiting = self.server.scheduler.waiting
-        for request in [request for request in waiting if request in self._leaving]:
+        for request in [request for request in waiting if request in self.leaving]:
             waiting.remove(request)
-            self._content.forget(request.id, self.config.block_size)
+            self.content.forget(request.id, self.config.block_size)
             self._leave(self._jobs[request.id])
 
 

@@ -27,7 +27,7 @@ LINES = 8
 
 
 class LiveWatcher:
-    """Shows the latest steps, and a bar with the time left; lines of text if nobody looks."""
+    """Shows the latest steps, and a bar with the time left; lines of text without a terminal."""
 
     def __init__(self, show: bool) -> None:
         """Print nothing unless ``show``."""

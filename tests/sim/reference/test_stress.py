@@ -79,8 +79,8 @@ def check_memory(server):
         users = np.bincount(
             [block for blocks in memory.held.values() for block in blocks], minlength=memory.total
         )
-        assert users.tolist() == memory._users
-        assert set(np.flatnonzero(users == 0)) == set(memory._free)
+        assert users.tolist() == memory.users
+        assert set(np.flatnonzero(users == 0)) == set(memory.free_list)
         for blocks in memory.held.values():
             assert len(blocks) == len(set(blocks))
     else:

@@ -1,6 +1,6 @@
 """What a learned policy reacts to: permutation importance, gradients, attention, feature ranges.
 
-The importance of a feature is what happens to the policy when the feature tells of another state:
+The importance of a feature is how the policy changes when the feature is taken from another state:
 its values are exchanged among the sampled states, of each replica with those of the same replica
 at other times, and the choices and probabilities before and after are compared. What never changes
 on a replica, such as its speed, is exchanged among the replicas of a state instead. Features that

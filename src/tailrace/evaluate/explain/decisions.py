@@ -37,7 +37,7 @@ Array32 = NDArray[np.float32]
 
 #: Reasons given with an example.
 REASONS = 4
-#: A scenario tells something of the states in which a policy deviates from so many of both on.
+#: Report disagreements only for scenarios with at least this many of both kinds of states.
 LEAST = 10
 #: Features of a replica by itself; the others compare it with the rest and say much the same.
 OWN = tuple(k for k, f in enumerate(REPLICA_FEATURES) if "_vs_" not in f.name)

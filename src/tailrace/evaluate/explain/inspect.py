@@ -43,7 +43,7 @@ class Habit:
     """How often the choice is the best one by a single fact, or by a rule."""
 
     name: str
-    states: int  #: in which it tells replicas apart
+    states: int  #: in which it scores replicas differently
     best: float | None  #: share of those in which the choice is among the best; None without any
     worst: float | None  #: share in which it is among the worst
     chance: float | None  #: share in which a random choice would be among the best
@@ -162,7 +162,7 @@ def _play(
 
 
 def visit(play: Simulation, policy: BuiltinPolicy, count: int, look: Callable[[], None]) -> None:
-    """Let a policy route, and look at so many decisions, evenly spaced, after the warm-up."""
+    """Let a policy route, and keep a number of evenly spaced decisions after the warm-up."""
     fleet, tables = play.arrays
     requests = int(fleet.clusters[0]["n_requests"])
     warmup = int(WARM_UP * requests)

@@ -56,7 +56,7 @@ class ReplicaState(Replica):
     queued_uncached: Count | None = None
     """The same, less what is thought cached; default: all of them."""
     context_tokens: Count | None = None
-    """Prompts and answers under way, tokens; default: 1000 per answering request."""
+    """Prompt and output tokens so far of the answering requests; default: 1000 each."""
     tokens_to_come: Count | None = None
     """Predicted output tokens still to come; default: as the request's for each queued one, and
     half of that for each answering one."""

@@ -18,7 +18,7 @@ from tailrace.evaluate.measure.cells import Cell
 from tailrace.seeds import generator
 
 Array = NDArray[np.float64]
-#: Flips of sign in the paired test: the least p-value is 1 in so many.
+#: Flips of sign in the paired test: the least p-value is one over this.
 FLIPS = 9999
 
 #: Metrics that ratios are made of.

@@ -66,7 +66,7 @@ def load_suite(name: str) -> Suite:
 
 
 def load_scenarios(names: Sequence[str], requests: int | None = None) -> list[Scenario]:
-    """Return scenarios by name or file, with their capacity; ``requests``: so many in each."""
+    """Return scenarios by name or file, with their capacity; ``requests``: their number in each."""
     found = [scenarios.load(name) for name in names]
     taken = [s.name for s in found]
     for name in taken:

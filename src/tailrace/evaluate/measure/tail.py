@@ -1,4 +1,4 @@
-"""Who fares worst, and whether the run is sound: starvation, hard limits, growing queues."""
+"""Worst cases and the soundness of a run: starvation, hard limits, growing queues."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -10,10 +10,10 @@ from tailrace.sim.result import FINISHED, SimResult
 
 #: Rates are counted until this share of the requests has arrived: after that the run runs out.
 RUN_OUT = 0.95
-#: A session's mean says something from so many requests on.
+#: A session needs at least this many requests for its mean to count.
 LEAST_TURNS = 3
 #: A queue is said to grow without bound if its mean rises from quarter to quarter of the run, at
-#: least by this factor in all, to more than so many requests per replica.
+#: least by this factor in all, to more than this many requests per replica.
 GROWTH, LEAST_QUEUE_PER_REPLICA = 2.0, 4.0
 
 Array = NDArray[np.float64]

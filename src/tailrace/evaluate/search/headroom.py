@@ -104,17 +104,16 @@ class Headroom:
     others: tuple[Gain, ...]  #: the remaining look-ahead and the given policies
     dead: bool
     range_share: float  #: largest - smallest mean reward, as a share of its usual size
-    at_ceiling: bool  #: nobody is better than the best rule
+    at_ceiling: bool  #: no policy is better than the best rule
     spearman: float | None  #: rank correlation of mean reward and minus composite cost
     at_bound: float  #: largest share of rewards at the bound of any policy
     verdicts: tuple[str, ...]
 
 
 class HeadroomEnv(Core):
-    """An environment of several seeds that built-in policies play to the very end.
+    """An environment of several seeds that built-in policies play until the last request has ended.
 
-    Episodes go on until the last request has ended, so that what a decision costs later is paid by
-    whoever took it.
+    So the policy that took a decision also pays for its later costs.
     """
 
     def __init__(self, scenario: Scenario, seeds: Sequence[int], settings: EnvSettings) -> None:
@@ -137,7 +136,7 @@ class HeadroomEnv(Core):
     def _follow(self, rule: BuiltinPolicy, over: NDArray[np.bool_]) -> Array:
         """What the reference paid [n] in the same time, or to its own end where we are at ours.
 
-        Otherwise whoever is done early would be given less of the reference's cost back.
+        Otherwise a policy that finishes early would get less of the reference's cost back.
         """
         fleet, until_s = self._fleets[1], self.step_out.time_before.copy()
         driver = (rule.rule.code, rule.params, rule.lowest_id_wins)

@@ -201,7 +201,7 @@ def tune_linear(
     *,
     population: int | None = None,
 ) -> Array:
-    """Tune the weights [len(COLUMNS)] of a linear score; ``report`` is told every new best.
+    """Tune the weights [len(COLUMNS)] of a linear score; ``report`` gets every new best.
 
     It gets the generation, the score and the weights. The search runs over weights per deviation of
     a feature among the replicas, as seen under ``load_aware``.

@@ -44,8 +44,8 @@ class BlockPool:
         """Extra blocks taken with each new one, as far as any are free."""
         self.caching = caching
         self.held: dict[int, list[int]] = {}
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
-        self._users = [0] * total
+        self.free_list: OrderedDict[int, None] = OrderedDict.fromkeys(range(total))
+        self.users = [0] * total
         self._name: list[BlockId | None] = [None] * total
         # Several blocks may hold the same content; the one that was named first is used.
         self._known: dict[BlockId, dict[int, None]] = {}
@@ -54,12 +54,12 @@ class BlockPool:
     @property
     def free(self) -> int:
         """Blocks no request uses, with or without content."""
-        return len(self._free)
+        return len(self.free_list)
 
     @property
     def used(self) -> int:
         """Blocks in use; one that several requests share counts once."""
-        return self.total - len(self._free)
+        return self.total - len(self.free_list)
 
     def cached_chain(self, names: Sequence[BlockId], limit: int) -> list[int]:
         """Blocks that hold the longest known run of leading names, at most ``limit``."""
@@ -89,15 +89,15 @@ class BlockPool:
         held = self.held.get(request_id, [])
         new_blocks = -(-(processed + tokens) // self.block_size) - len(held) - len(hits)
         # An unused hit is in the free list, but cannot serve as a free block as well.
-        idle_hits = sum(1 for block in hits if self._users[block] == 0)
-        if new_blocks > len(self._free) - idle_hits:
+        idle_hits = sum(1 for block in hits if self.users[block] == 0)
+        if new_blocks > len(self.free_list) - idle_hits:
             return False
         for block in hits:
-            self._free.pop(block, None)
-            self._users[block] += 1
+            self.free_list.pop(block, None)
+            self.users[block] += 1
         held = [*held, *hits]
         if new_blocks > 0:
-            count = min(new_blocks + self.extra_blocks, len(self._free))
+            count = min(new_blocks + self.extra_blocks, len(self.free_list))
             held.extend(self._take_oldest() for _ in range(count))
         self.held[request_id] = held
         if self.caching:
@@ -112,19 +112,19 @@ class BlockPool:
         blocks = self.held.pop(request_id)
         self._named_count.pop(request_id, None)
         for block in reversed(blocks) if self.caching else blocks:
-            self._users[block] -= 1
-            if self._users[block] == 0:
-                self._free[block] = None
+            self.users[block] -= 1
+            if self.users[block] == 0:
+                self.free_list[block] = None
 
     def _take_oldest(self) -> int:
-        block, _ = self._free.popitem(last=False)
+        block, _ = self.free_list.popitem(last=False)
         name = self._name[block]
         if name is not None:
             del self._known[name][block]
             if not self._known[name]:
                 del self._known[name]
             self._name[block] = None
-        self._users[block] = 1
+        self.users[block] = 1
         return block
 
     def _set_name(self, block: int, name: BlockId) -> None:

@@ -14,7 +14,7 @@ from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.sim.result import FAILED, FINISHED, PENDING, SimResult
 from tailrace.sim.simulator import Simulation, simulate
-from tailrace.sim.types import NOT_ARRIVED, RUNNING, WAITING
+from tailrace.sim.types import NOT_ARRIVED, RUNNING, SCHEDULER_CODES, WAITING
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
 
@@ -66,7 +66,7 @@ def assert_same(left: SimResult, right: SimResult, tolerance_s: float = 0.0) -> 
 @pytest.mark.compiled
 @pytest.mark.parametrize("trouble", [(), TROUBLE], ids=["calm", "trouble"])
 @pytest.mark.parametrize("memory", ["ample", "tight"])
-@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
+@pytest.mark.parametrize("scheduler", SCHEDULER_CODES)
 @pytest.mark.parametrize("workload", ["chat", "sessions-hot", "agents"])
 def test_agrees_with_the_reference_engine(workload, scheduler, memory, trouble):
     table = library.make(workload, 70, 12.0, seed=3)
@@ -127,7 +127,7 @@ def small_tables(draw) -> RequestTable:  # type: ignore[no-untyped-def]
 @st.composite
 def small_clusters(draw) -> Cluster:  # type: ignore[no-untyped-def]
     def replica() -> Replica:
-        scheduler = draw(st.sampled_from(["sarathi", "vllm", "vllm_v1"]))
+        scheduler = draw(st.sampled_from(list(SCHEDULER_CODES)))
         cap = draw(st.sampled_from([1, 3, 32]))
         return Replica(
             scheduler=scheduler,
@@ -165,7 +165,7 @@ def test_agrees_with_the_reference_engine_on_odd_cases(table, cluster, compat, d
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
+@pytest.mark.parametrize("scheduler", SCHEDULER_CODES)
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("memory", ["ample", "tight"])
 def test_fast_forward_changes_times_by_less_than_a_nanosecond(scheduler, caching, memory):
@@ -225,7 +225,7 @@ def check_cache(fleet, r: int, server) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
+@pytest.mark.parametrize("scheduler", SCHEDULER_CODES)
 def test_books_balance_at_every_decision(scheduler):
     table = library.make("sessions-hot", 250, 25.0, seed=6)
     blocks = longest(table) // 16 + 60

@@ -7,6 +7,7 @@ from tailrace.config import Cluster, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.sim import engine as kernel
 from tailrace.sim.simulator import Simulation, simulate
+from tailrace.sim.types import SCHEDULER_CODES
 from tailrace.view.objective import composite_cost
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
@@ -22,7 +23,7 @@ def total_cost(result, rows: int) -> float:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("scheduler", ["sarathi", "vllm", "vllm_v1"])
+@pytest.mark.parametrize("scheduler", SCHEDULER_CODES)
 @pytest.mark.parametrize("blocks", [30_208, 420])
 def test_oracle_scores_are_the_true_increase_of_cost(scheduler, blocks):
     """With no arrivals to come, trying each replica for real must give the same difference."""

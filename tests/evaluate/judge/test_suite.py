@@ -278,6 +278,11 @@ def test_the_groups_of_opponents(monkeypatch, tmp_path):
         contender("linear_es", SMALL)
 
 
+def test_rows_do_not_depend_on_the_order_in_which_cells_were_finished(found):
+    turned = dataclasses.replace(found, selection=found.selection[::-1])
+    assert results.table(turned).equals(results.table(found))
+
+
 def test_results_as_parquet_and_json(found, tmp_path):
     results.write(found, tmp_path)
     table = pyarrow.parquet.read_table(tmp_path / results.PARQUET)

@@ -326,8 +326,10 @@ def table(found: Evaluation) -> pa.Table:
     """Return one row per cell, those of the selection included: scenario, policy, seed, metrics."""
     contenders = {c.label: c for c in found.plan.contenders}
     measured = [cell for row in found.grid.cells for cells in row for cell in cells]
+    # Cells come in as worker processes finish them; the file is the same however many there were.
+    selection = sorted(found.selection, key=lambda cell: (cell.scenario, cell.policy, cell.seed))
     rows = []
-    for cell in (*measured, *found.selection):
+    for cell in (*measured, *selection):
         about = contenders[cell.policy]
         rows.append(
             {

@@ -82,6 +82,7 @@ HEADER = "arrival_s,prompt_tokens,output_tokens\n"
         (["capacity", "--policy", "nix"], "unknown policy 'nix'"),
         (["policies", "load_awar"], "unknown policy 'load_awar'; did you mean load_aware"),
         (["devices", "a40"], "unknown device 'a40'"),
+        (["features", "queue"], "unknown feature 'queue'"),
         (["scenarios", "dem"], "unknown scenario 'dem'; did you mean demo"),
         (["workload", "describe", "chatt"], "unknown workload 'chatt'; did you mean chat"),
         (["workload", "write", "chat", "--out", "x.txt"], "must end in .csv or .parquet"),

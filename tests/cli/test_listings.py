@@ -9,6 +9,7 @@ from click.shell_completion import ShellComplete
 from tailrace import __version__
 from tailrace.cli import COMMANDS, cli
 from tailrace.policy import registry
+from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.view import devices
 from tailrace.workload import library
 
@@ -49,6 +50,23 @@ def test_policies(run, run_json):
     assert {p["name"] for p in run_json("policies")} >= {r.name for r in registry.rules()}
     assert "load_weight" in run("policies", "load_aware").stdout
     assert run_json("policies", "load_aware")["source"]
+
+
+def test_features_are_named_by_their_columns(run, run_json):
+    rows = run_json("features")
+    for key, features in (("replicas", REPLICA_FEATURES), ("request", REQUEST_FEATURES)):
+        shown = [row for row in rows if row["in"] == key]
+        assert [row["column"] for row in shown] == list(range(len(features)))
+        for row, feature in zip(shown, features, strict=True):
+            named = (row["name"], row["unit"], row["scaling"], row["source"])
+            assert named == (feature.name, feature.unit, feature.scaling, feature.source)
+    text = run("features").stdout
+    for row in rows:
+        assert f"\n{row['name']} " in text
+    one = run_json("features", "oldest_wait")
+    assert one["scaling"] == "log1p(x/0.1)"
+    assert one in rows
+    assert "waiting time of the oldest queued request" in run("features", "oldest_wait").stdout
 
 
 def test_devices(run, run_json):

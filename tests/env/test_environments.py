@@ -65,10 +65,10 @@ def run(env: RouterVectorEnv, steps: int, seed: int = 1) -> list[NDArray[np.floa
 # ---- one cluster --------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*not within the observation space.*")
+@pytest.mark.parametrize("name", [tailrace.env.ENV_ID, tailrace.env.VECTOR_ENV_ID])
 @pytest.mark.parametrize("worlds", [CHAT, SESSIONS], ids=["chat", "sessions"])
-def test_passes_the_checker(worlds) -> None:
-    env = gymnasium.make(tailrace.env.ENV_ID, worlds=worlds, decisions=30)
+def test_passes_the_checker(name, worlds) -> None:
+    env = gymnasium.make(name, worlds=worlds, decisions=30)
     check_env(env.unwrapped)
 
 
@@ -119,15 +119,14 @@ def test_observations_and_costs_are_those_of_the_simulator() -> None:
 # ---- many clusters ------------------------------------------------------------------------------
 
 
-def test_is_registered_as_a_vector_environment() -> None:
-    env = gymnasium.make_vec(
-        tailrace.env.ENV_ID,
-        num_envs=3,
-        vectorization_mode="vector_entry_point",
-        worlds=CHAT,
-        decisions=8,
-    )
+@pytest.mark.parametrize("name", [tailrace.env.ENV_ID, tailrace.env.VECTOR_ENV_ID])
+def test_is_registered_as_a_vector_environment_with_the_same_spaces(name) -> None:
+    env = gymnasium.make_vec(name, num_envs=3, worlds=CHAT, decisions=8)
+    assert isinstance(env, RouterVectorEnv)
     assert env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    single = gymnasium.make(name, worlds=CHAT, decisions=8)
+    assert env.single_observation_space == single.observation_space
+    assert env.single_action_space == single.action_space
     observation, _ = env.reset(seed=1)
     assert env.observation_space.contains(observation)
     env.close()

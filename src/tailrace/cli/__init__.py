@@ -33,6 +33,7 @@ COMMANDS = (
     "workload",
     "policies",
     "devices",
+    "features",
     "fit",
     "scenarios",
     "serve",

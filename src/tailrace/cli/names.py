@@ -58,3 +58,11 @@ def policies() -> list[tuple[str, str]]:
 
     sources = {rule.name: rule.source for rule in registry.rules()}
     return [(name, sources.get(name, "")) for name in registry.names()]
+
+
+@_completion
+def features() -> list[tuple[str, str]]:
+    """Complete the name of a feature."""
+    from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
+
+    return [(feature.name, feature.help) for feature in (*REPLICA_FEATURES, *REQUEST_FEATURES)]

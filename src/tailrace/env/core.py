@@ -1,5 +1,6 @@
 """Shared by all environments: a fleet, the episodes its clusters play, and the reward."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
 from typing import Any
@@ -37,26 +38,73 @@ class EnvSettings(Settings):
     reward: RewardSettings = RewardSettings()
 
 
-class Core:
-    """``n`` clusters; each starts another episode when its own is over."""
+class EpisodicClusters(ABC):
+    """``n`` clusters of up to ``replicas`` replicas, wherever they are played.
 
-    def __init__(self, worlds: Worlds, n: int, settings: EnvSettings) -> None:
-        """Find the size of the clusters; arrays are allocated at the first reset."""
+    A step is shown in ``step_out``; the reward and the observation follow from it.
+    """
+
+    def __init__(self, n: int, largest: int, settings: EnvSettings) -> None:
+        """``largest``: replicas of the largest cluster."""
         if n < 1 or n % settings.group:
             raise TailraceError(f"{n} clusters cannot be split into groups of {settings.group}")
+        if settings.max_replicas is not None and settings.max_replicas < largest:
+            raise TailraceError(
+                f"max_replicas = {settings.max_replicas}, but a cluster has {largest}"
+            )
         self.n = n
         self.settings = settings
-        self.episodes = Episodes(worlds, settings.decisions)
-        largest = self.episodes.largest(seeds(Purpose.TRAINING, 1)[0])
-        self.replicas = max(settings.max_replicas or 0, largest.replicas)
-        if settings.max_replicas is not None and settings.max_replicas < largest.replicas:
-            raise TailraceError(
-                f"max_replicas = {settings.max_replicas}, but a cluster has {largest.replicas}"
-            )
-        self.allocation = largest.joined(Allocation(replicas=self.replicas)).with_slack()
+        self.replicas = max(settings.max_replicas or 0, largest)
         self.reward = Reward(settings.reward, n)
         self.step_out = new_step(n, self.replicas)
         self.decisions = np.zeros(n, np.int64)
+
+    @abstractmethod
+    def reset(self, episode_seeds: Sequence[int]) -> None:
+        """Start new episodes on all clusters, with one training seed per group."""
+
+    @abstractmethod
+    def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
+        """Carry out actions [n]; return rewards [n] and which episodes are over [n]."""
+
+    def draw_seeds(self, rng: np.random.Generator, count: int) -> list[int]:
+        """Draw training seeds, one per group of clusters."""
+        starts = rng.integers(SEEDS_PER_PURPOSE, size=count)
+        return [seeds(Purpose.TRAINING, 1, int(start))[0] for start in starts]
+
+    def valid(self, actions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return actions [n] with every unavailable replica replaced."""
+        actions = np.asarray(actions, np.int64)
+        if actions.shape != (self.n,):
+            raise TailraceError(f"expected {self.n} actions, got an array {actions.shape}")
+        if ((actions < 0) | (actions >= self.replicas)).any():
+            raise TailraceError(f"an action must be a replica from 0 to {self.replicas - 1}")
+        mask = self.step_out.mask
+        if mask[np.arange(self.n), actions].all():
+            return actions
+        around = (actions[:, None] + np.arange(self.replicas)) % self.replicas
+        steps = np.take_along_axis(mask, around, axis=1).argmax(axis=1)
+        return np.asarray(around[np.arange(self.n), steps])
+
+    def observation(self) -> Observation:
+        """Return what the routers see: arrays [n, ...] that the next step overwrites."""
+        out = self.step_out
+        return {
+            "replicas": out.replica_obs,
+            "request": out.request_obs,
+            "mask": out.mask.view(np.int8),
+        }
+
+
+class Core(EpisodicClusters):
+    """``n`` simulated clusters; each starts another episode when its own is over."""
+
+    def __init__(self, worlds: Worlds, n: int, settings: EnvSettings) -> None:
+        """Find the size of the clusters; arrays are allocated at the first reset."""
+        self.episodes = Episodes(worlds, settings.decisions)
+        largest = self.episodes.largest(seeds(Purpose.TRAINING, 1)[0])
+        super().__init__(n, largest.replicas, settings)
+        self.allocation = largest.joined(Allocation(replicas=self.replicas)).with_slack()
         self.playing: list[Episode | None] = []
         self._rule = _builtin(settings.reward.rule)
         self._reference_out = new_step(n, self.replicas)
@@ -64,11 +112,6 @@ class Core:
         self._tables = new_tables(Allocation(), 0)
 
     # ---- episodes -------------------------------------------------------------------------------
-
-    def draw_seeds(self, rng: np.random.Generator, count: int) -> list[int]:
-        """Draw training seeds, one per group of clusters."""
-        starts = rng.integers(SEEDS_PER_PURPOSE, size=count)
-        return [seeds(Purpose.TRAINING, 1, int(start))[0] for start in starts]
 
     def reset(self, episode_seeds: Sequence[int]) -> None:
         """Start new episodes on all clusters, with one seed per group."""
@@ -192,20 +235,6 @@ class Core:
         over = (self.decisions >= self.settings.decisions) | (self.step_out.status == engine.OVER)
         return self.reward(self.step_out, reference_cost), over
 
-    def valid(self, actions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return actions [n] with every unavailable replica replaced."""
-        actions = np.asarray(actions, np.int64)
-        if actions.shape != (self.n,):
-            raise TailraceError(f"expected {self.n} actions, got an array {actions.shape}")
-        if ((actions < 0) | (actions >= self.replicas)).any():
-            raise TailraceError(f"an action must be a replica from 0 to {self.replicas - 1}")
-        mask = self.step_out.mask
-        if mask[np.arange(self.n), actions].all():
-            return actions
-        around = (actions[:, None] + np.arange(self.replicas)) % self.replicas
-        steps = np.take_along_axis(mask, around, axis=1).argmax(axis=1)
-        return np.asarray(around[np.arange(self.n), steps])
-
     def _check(self) -> None:
         stuck = np.flatnonzero(self.step_out.status == engine.STUCK)
         if stuck.size:
@@ -215,15 +244,6 @@ class Core:
                 f"{name}: a replica has requests waiting but can start none of them; "
                 "raise its num_blocks"
             )
-
-    def observation(self) -> Observation:
-        """Return what the routers see: arrays [n, ...] that the next step overwrites."""
-        out = self.step_out
-        return {
-            "replicas": out.replica_obs,
-            "request": out.request_obs,
-            "mask": out.mask.view(np.int8),
-        }
 
 
 def _builtin(name: str | None) -> BuiltinPolicy | None:

@@ -5,7 +5,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from tailrace.env.core import Core, EnvSettings, Observation, spaces_of
+from tailrace.env.core import Core, EnvSettings, EpisodicClusters, Observation, spaces_of
 from tailrace.env.episodes import Worlds
 from tailrace.errors import TailraceError
 from tailrace.seeds import Purpose, require
@@ -30,10 +30,13 @@ class RouterEnv(gymnasium.Env[Observation, np.int64]):
         """Make the cluster; the arguments are those of RouterVectorEnv."""
         base = settings or EnvSettings()
         self.settings = EnvSettings(**{**dict(base), **changes})
-        self.core = Core(worlds, 1, self.settings)
+        self.core = self._clusters(worlds)
         self.render_mode = render_mode
         self.observation_space, self.action_space = spaces_of(self.core.replicas)
         self._over = True
+
+    def _clusters(self, worlds: Any) -> EpisodicClusters:
+        return Core(worlds, 1, self.settings)
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -70,7 +70,7 @@ evaluate: $(STAMP) ## the trained policy on both suites against all opponents (u
 
 $(VIDUR)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VIDUR)
-	$(VIDUR)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,vidur]' 'pytest>=8.2,<10'
+	$(VIDUR)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train,vidur]' 'pytest>=8.2,<10' 'stable-baselines3>=2.4,<3'
 	@touch $@
 
 test-vidur: $(VIDUR)/.installed ## policies inside the real Vidur, and its times against ours

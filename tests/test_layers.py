@@ -30,7 +30,7 @@ LAYERS = (
     ("evaluate.judge",),
     ("evaluate.search",),
     ("replay",),
-    ("learn.improve.ppo_settings", "learn.exploration"),
+    ("learn.improve.ppo_settings", "learn.exploration", "learn.other_names"),
     ("learn.randomisation",),
     ("learn.settings",),
     ("learn.kernels", "learn.samples", "learn.cost_ledger"),

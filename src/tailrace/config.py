@@ -232,6 +232,15 @@ class Scenario(Settings):
         return self
 
 
+class VidurSettings(Settings):
+    """A cluster and its traffic in the words of real Vidur; see docs/vidur.md."""
+
+    arguments: tuple[str, ...] = ()
+    """Vidur's own command line, split into words; empty: a scenario's cluster and traffic."""
+    imports: tuple[str, ...] = ()
+    """Modules to import first, such as one that registers an execution-time predictor."""
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> TailraceError:
     """Turn a validation error into one sentence that names the setting and what to do."""
     first = error.errors()[0]
@@ -315,6 +324,20 @@ def current_key(model: type[BaseModel], key: str) -> str:
             path.append(_current_name(inner, part, {}))
             inner = _inner_model(inner, path[-1])
     return ".".join(path)
+
+
+def is_setting(model: type[BaseModel], key: str) -> bool:
+    """Return whether a dotted path names a setting, or a part of one that is no model."""
+    inner: type[BaseModel] | None = model
+    for part in key.split("."):
+        if inner is None:
+            return True
+        if part.isdecimal():
+            continue
+        if part not in inner.model_fields:
+            return False
+        inner = _inner_model(inner, part)
+    return True
 
 
 def load_toml(path: Path) -> dict[str, Any]:

@@ -197,9 +197,18 @@ def test_ctrl_c_before_the_first_step(run, tiny, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tailrace.learn.validation.Validation.evaluate_rules", interrupted)
-    result = run("train", *tiny, "-o", "run", code=130)
-    assert "nothing to go on with" in result.stderr
+    with monkeypatch.context() as patch:
+        patch.setattr("tailrace.learn.validation.Validation.evaluate_rules", interrupted)
+        result = run("train", *tiny, "-o", "run", code=130)
+        assert "go on with: tailrace train --resume run" in result.stderr
+    with monkeypatch.context() as patch:
+        patch.setattr("tailrace.learn.trainer.WorldSchedule", interrupted)
+        result = run("train", *tiny, "-o", "whole", code=130)
+        assert "give the same command again" in result.stderr
+    run("train", "--resume", "run")
+    run("train", *tiny, "-o", "whole")
+    ours, whole = content(Path("run")), content(Path("whole"))
+    assert [name for name in whole if ours[name] != whole[name]] == []
 
 
 # ---- bad input ----------------------------------------------------------------------------------

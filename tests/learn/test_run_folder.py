@@ -100,7 +100,7 @@ def test_no_run_at_all(tmp_path):
 
 def test_a_run_without_state(run):
     (run / "state.safetensors").unlink()
-    with pytest.raises(TailraceError, match=r"no state to resume from.*start again"):
+    with pytest.raises(TailraceError, match=r"state\.safetensors is missing.*cannot be resumed"):
         resume(run)
 
 

@@ -15,11 +15,14 @@ from learn.tiny import (  # noqa: E402
     settings,
     train,
 )
+from tailrace.errors import TailraceError  # noqa: E402
 from tailrace.learn.imitate import fit  # noqa: E402
+from tailrace.learn.samples import Samples, write_samples  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
 from tailrace.policy.learned.architecture import SKETCH  # noqa: E402
+from tailrace.policy.learned.observation import COLUMN  # noqa: E402
 
 pytestmark = pytest.mark.compiled
 
@@ -273,3 +276,49 @@ def test_a_policy_taught_by_itself_and_others_keeps_its_norms_and_can_be_resumed
         Trainer(tmp_path / "stopped", given, 1, StopAfter(1)).run()
     Trainer(tmp_path / "stopped", None, 1).run()
     assert changed(content(tmp_path / "stopped"), content(tmp_path / "taught")) == []
+
+
+def test_demonstrations_of_a_file_alone_are_cloned_and_checked(tmp_path):
+    """Decisions that always take the last replica; the clone does so too."""
+    rng = np.random.default_rng(3)
+    made = Samples.empty(400, 3, 0)
+    made.replica_obs[:] = rng.normal(size=made.replica_obs.shape)
+    made.replica_obs[..., COLUMN.speed] = [0.0, 0.0, 2.0]
+    made.mask[:] = made.tried[:] = True
+    made.costs[:] = [1.0, 1.0, 0.0]
+    path = tmp_path / "seen.npz"
+    write_samples(made, path)
+    only = {"rounds": 1, "worlds": 0, "files": [str(path)]}
+    over = {"demonstrations": only, "updates": 0}
+    train(tmp_path, over)
+    (row,) = log(tmp_path / "run")
+    assert row["phase"] == "clone"
+    assert float(row["samples"]) == 400
+    assert float(row["imitation_loss"]) < 0.2
+    # Norms were taught by the file.
+    tensors = checkpoint.read(tmp_path / "run" / "last.tailrace")[1]
+    assert tensors["replica_norm.mean"][COLUMN.speed] == pytest.approx(2 / 3, abs=0.01)
+    path.write_bytes(b"other")
+    with pytest.raises(TailraceError, match=r"seen\.npz has changed since the run began"):
+        Trainer(tmp_path / "run", None, 1)
+    with pytest.raises(TailraceError, match=r"seen\.npz holds no demonstrations"):
+        Trainer(tmp_path / "again", settings(tmp_path, over), 1)
+    assert not (tmp_path / "again").exists()
+
+
+def test_files_need_a_round_to_be_learnt_from(tmp_path):
+    for wrong, complaint in (
+        ({"rounds": 0, "files": ["a.npz"]}, "set rounds to 1"),
+        ({"rounds": 1, "worlds": 0}, "name some"),
+        ({"rounds": 2, "worlds": 0, "files": ["a.npz"]}, "rounds = 1"),
+    ):
+        with pytest.raises(TailraceError, match=complaint):
+            settings(tmp_path, {"demonstrations": wrong})
+
+
+def test_a_run_whose_normaliser_nothing_teaches_is_told(tmp_path):
+    scratch = {"demonstrations": {"rounds": 0}, "method": "ppo"}
+    (caution,) = settings(tmp_path, scratch).cautions
+    assert "nothing teaches the normaliser" in caution
+    assert settings(tmp_path, scratch | {"ppo": {"norm_updates": 3}}).cautions == []
+    assert settings(tmp_path).cautions == []

@@ -40,10 +40,8 @@ def test_a_rule_judged_as_a_policy_gets_the_score_it_gets_as_a_rule():
 def test_scores_by_hand(monkeypatch):
     """Costs are means over a scenario's worlds; scores are geometric means over scenarios."""
     costs = iter([1.0, 3.0, 8.0, 8.0, 4.0, 4.0, 1.0, 3.0])
-    monkeypatch.setattr(
-        module, "score", lambda task: WorldScore(next(costs), 0.5, None, (0.9, 0.1))
-    )
-    validation = Validation(worlds(), ("first", "second"))
+    played = lambda _: WorldScore(next(costs), 0.5, None, (0.9, 0.1))  # noqa: E731
+    validation = Validation(worlds(), ("first", "second"), played)
     monkeypatch.setattr(module.CompiledPolicy, "of", lambda name: name)
     validation.evaluate_rules(WORKERS)
     assert validation.rule_costs == {"first": (2.0, 8.0), "second": (4.0, 2.0)}

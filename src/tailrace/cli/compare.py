@@ -1,5 +1,6 @@
 """``tailrace compare``: many policies on identical arrivals."""
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,9 +8,10 @@ import click
 
 from tailrace.cli import console, names, options
 from tailrace.cli.options import OUTPUT, PLOT, SEED, F, option
+from tailrace.errors import TailraceError
 
 if TYPE_CHECKING:
-    from tailrace.config import Scenario
+    from tailrace.config import Scenario, VidurSettings
 
 ALL = "all"
 SIM, VIDUR = "sim", "vidur"
@@ -49,6 +51,7 @@ def vidur_engine(function: F) -> F:
     "--seed", "first_seed", type=SEED,
     help="The first of the seeds. [default: the first tuning seed; evaluation has its own]",
 )  # fmt: skip
+@options.vidur
 @options.jobs
 @option(
     "--plot", type=PLOT, section=OUTPUT,
@@ -62,13 +65,18 @@ def command(
     reference: str,
     seed_count: int,
     first_seed: int | None,
+    vidur_args: str | None,
+    vidur_imports: tuple[str, ...],
     jobs: int | None,
     plot: Path | None,
     warmup: float,
     **settings: Any,
 ) -> None:
     """Run many policies on the same requests, and rank them by cost."""
-    engine = settings["engine__engine"]
+    own = options.take_vidur(vidur_args, vidur_imports)
+    engine = settings["engine__engine"] or (VIDUR if own.arguments else None)
+    if own.arguments and engine != VIDUR:
+        raise TailraceError(f"--vidur-args are played by --engine vidur, not by {engine}")
     if engine in (SIM, VIDUR):
         settings["engine__engine"] = None
     few = engine == VIDUR and settings["workload__requests"] is None
@@ -84,7 +92,7 @@ def command(
     if engine == VIDUR:
         from tailrace.integrations.vidur import compare as in_vidur
 
-        scenario, notes = _for_vidur(scenario, few)
+        scenario, notes = _for_vidur(scenario, own, few)
         policy_for = in_vidur.vidur_policy
     chosen: list[str] = []
     left_out: list[str] = []
@@ -112,7 +120,8 @@ def command(
     with console.progress("measuring capacity"):
         scenario = with_capacity(scenario)
     with console.progress("simulating", len({*chosen, reference}) * seed_count) as update:
-        comparison = (in_vidur.compare if engine == VIDUR else compare)(
+        play = partial(in_vidur.compare, own=own) if engine == VIDUR else compare
+        comparison = play(
             scenario, chosen, numbers, jobs, update, reference=reference, warmup_fraction=warmup
         )
     if plot is not None:
@@ -120,14 +129,17 @@ def command(
     console.show(comparison, lambda screen: print_comparison(screen, comparison))
 
 
-def _for_vidur(scenario: "Scenario", few: bool) -> "tuple[Scenario, list[str]]":
+def _for_vidur(
+    scenario: "Scenario", own: "VidurSettings", few: bool
+) -> "tuple[Scenario, list[str]]":
     """Return the scenario as Vidur can play it, and what was changed; ``few``: requests."""
     from tailrace.integrations.vidur import require
     from tailrace.integrations.vidur.compare import DEFAULT_REQUESTS
-    from tailrace.integrations.vidur.limits import nearest
+    from tailrace.integrations.vidur.setup import setup_of
 
     require()
-    scenario, notes = nearest(scenario)
+    setup, notes = setup_of(scenario, own if own.arguments else None)
+    scenario = setup.scenario
     if few and scenario.workload.requests > DEFAULT_REQUESTS:
         scenario = scenario.with_workload(requests=DEFAULT_REQUESTS)
         notes = [*notes, f"vidur is slow: {DEFAULT_REQUESTS} requests; --requests gives more"]

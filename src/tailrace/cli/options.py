@@ -5,6 +5,7 @@ choices, default and help come from the field. Options win over ``--config``, wh
 ``--scenario``.
 """
 
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import reduce, wraps
@@ -26,6 +27,7 @@ from tailrace.config import (
     Replica,
     RouterSettings,
     Scenario,
+    VidurSettings,
     Workload,
     assign,
     load_toml,
@@ -195,6 +197,20 @@ warmup = option(
     metavar="SHARE", help="Share of the first requests left out of the figures.",
 )  # fmt: skip
 
+#: Vidur's own settings instead of a scenario's.
+vidur = all_of(
+    option(
+        "--vidur-args", metavar="ARGS",
+        help="Vidur's own command line in one word: its cluster, requests and execution-time "
+        "predictor are played instead of a scenario's. Its global scheduler is Tailrace's.",
+    ),
+    option(
+        "--vidur-import", "vidur_imports", metavar="MODULE", multiple=True,
+        help="Python module to import first, e.g. one that registers a predictor with Vidur; may "
+        "be repeated.",
+    ),
+)  # fmt: skip
+
 
 def workers(function: F) -> F:
     """Add ``--workers`` to a command with ``--jobs``: where its worker pools run."""
@@ -219,6 +235,21 @@ def given_besides(*allowed: str) -> bool:
     ctx = click.get_current_context()
     others = ctx.params.keys() - set(allowed)
     return any(ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in others)
+
+
+def take_vidur(arguments: str | None, imports: tuple[str, ...]) -> VidurSettings:
+    """Return what :data:`vidur` was given."""
+    if arguments is None:
+        if imports:
+            raise TailraceError("--vidur-import goes with --vidur-args")
+        return VidurSettings()
+    try:
+        words = tuple(shlex.split(arguments))
+    except ValueError as error:
+        raise TailraceError(f"cannot read --vidur-args: {error}") from None
+    if not words:
+        raise TailraceError("--vidur-args is empty; it takes Vidur's own command line")
+    return VidurSettings(arguments=words, imports=imports)
 
 
 def take_scenario(params: dict[str, Any]) -> Scenario:

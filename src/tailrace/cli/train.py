@@ -1,15 +1,23 @@
 """``tailrace train``: from nothing to a policy file."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tailrace.cli import console, options
 from tailrace.cli.options import FILE, OUTPUT, assignment, option
-from tailrace.config import Scenario
+from tailrace.config import Scenario, VidurSettings
 from tailrace.errors import TailraceError
+
+if TYPE_CHECKING:
+    from tailrace.workload.table import RequestTable
+
+#: Requests per world, and worlds, of an evaluation in real Vidur, unless set: it plays some
+#: hundreds of requests per second.
+VIDUR_REQUESTS, VIDUR_WORLDS = 500, 2
 
 
 @options.command("train")
@@ -49,6 +57,12 @@ from tailrace.errors import TailraceError
     "--serve", type=FILE,
     help="Settings of that router, as for `tailrace serve --config`; it is run by this command.",
 )  # fmt: skip
+@options.vidur
+@option(
+    "--demonstrations", type=FILE, multiple=True,
+    help="Decisions to clone, as recorded in Vidur (.npz), besides the preset's teachers; may be "
+    "repeated. Alone: --set demonstrations.worlds=0 --set demonstrations.rounds=1.",
+)  # fmt: skip
 @option(
     "--seed", type=click.IntRange(0, 899), metavar="N",
     help="Number of the run: weights and traffic follow from it. [default: the preset's, 0]",
@@ -83,6 +97,9 @@ def command(
     workload: str | None,
     env: str | None,
     serve: Path | None,
+    vidur_args: str | None,
+    vidur_imports: tuple[str, ...],
+    demonstrations: tuple[Path, ...],
     seed: int | None,
     updates: int | None,
     assignments: tuple[str, ...],
@@ -102,6 +119,11 @@ def command(
         )
     if own and scenarios:
         raise TailraceError("--scenario and --cluster or --workload both say what to train on")
+    vidur = options.take_vidur(vidur_args, vidur_imports)
+    if vidur.arguments:
+        if own or env not in (None, "vidur"):
+            raise TailraceError("--vidur-args say what to train on, with --env vidur")
+        env = "vidur"
     console.need("torch", "tensorboard", "gymnasium", extra="train", what="training")
     from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
     from tailrace.learn import settings as s
@@ -109,6 +131,7 @@ def command(
     from tailrace.parallel import cores
     from tailrace.scenario import merged
     from tailrace.terminal.training import LiveWatcher, print_outcome
+    from tailrace.workload import traces
 
     chosen: s.TrainSettings | None = None
     if resume is None:
@@ -125,13 +148,29 @@ def command(
         given = (("env", env), ("serve", serve and str(serve.resolve())), ("seed", seed),
                  ("updates", updates))  # fmt: skip
         over |= {k: v for k, v in given if v is not None}
+        if demonstrations:
+            files = [str(path.resolve()) for path in demonstrations]
+            over = merged(over, {"demonstrations": {"files": files}})
         data = merged(data, over)
         if data.get("env", "sim") != "sim":
             data.setdefault("method", "ppo")  # the only one there
+        if vidur.arguments:
+            _evaluate_less(data)
         for text in assignments:
             s.assign(data, *assignment(text))
+        output = output or Path("runs") / f"{data['name']}-{data.get('seed', 0)}"
+        notes: list[str] = []
+        if vidur.arguments:
+            file = output.with_name(f"{output.name}.requests.csv").resolve()
+            table, notes = _for_own_vidur(data, vidur, file)
         chosen = s.build(data)
-        output = output or Path("runs") / f"{chosen.name}-{chosen.seed}"
+        if vidur.arguments:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            traces.write(table, file)
+        elif chosen.env == "vidur":
+            notes = _vidur_notes(chosen.scenarios)
+        for note in (*chosen.cautions, *notes):
+            click.echo(note, err=True)
     folder = resume or output
     assert folder is not None
     with LiveWatcher(show=not console.is_quiet()) as watcher:
@@ -158,10 +197,50 @@ def _own_scenario(cluster: Path | None, workload: str | None) -> Scenario:
     return scenarios.build(data)
 
 
+def _evaluate_less(data: dict[str, Any]) -> None:
+    """Lower the size of evaluations to what real Vidur plays in seconds."""
+    from tailrace.learn.settings import EvaluationSettings
+
+    usual, found = EvaluationSettings(), data.setdefault("evaluation", {})
+    for name, most in (("requests", VIDUR_REQUESTS), ("worlds", VIDUR_WORLDS)):
+        found[name] = min(found.get(name, getattr(usual, name)), most)
+
+
+def _for_own_vidur(
+    data: dict[str, Any], own: VidurSettings, file: Path
+) -> "tuple[RequestTable, list[str]]":
+    """Put Vidur's own settings into those of a run; returns requests for a file, and notes."""
+    from tailrace import scenario as scenarios
+    from tailrace.integrations.vidur import require
+    from tailrace.integrations.vidur.setup import adapted_scenario, setup_of
+
+    require()
+    given = data.get("scenarios", [])
+    base = scenarios.load(given[0]) if len(given) == 1 and isinstance(given[0], str) else Scenario()
+    setup, _ = setup_of(base, own)
+    scenario, table, notes = adapted_scenario(setup, file)
+    data |= {"scenarios": [scenario], "randomise": None, "vidur": own}
+    counts = data["evaluation"]
+    notes.append(
+        f"evaluation: in Vidur, {counts['worlds']} x {counts['requests']} requests per policy"
+    )
+    return table, notes
+
+
+def _vidur_notes(given: Sequence[str | Scenario]) -> list[str]:
+    """Say how scenarios are played in real Vidur."""
+    from tailrace import scenario as scenarios
+    from tailrace.integrations.vidur.limits import nearest
+
+    loaded = [scenarios.load(s) if isinstance(s, str) else s for s in given]
+    notes = [f"{s.name}: {note}" for s in loaded for note in nearest(s)[1]]
+    return [*notes, "evaluation: in Tailrace's simulator, on the scenarios as Vidur plays them"]
+
+
 def stopped(folder: Path) -> str:
     """Say what is left of a run that was interrupted."""
     from tailrace.learn.run_folder import RunFolder
 
-    if RunFolder(folder).has_state:
+    if RunFolder(folder).has_settings:
         return f"stopped; go on with: tailrace train --resume {shlex.quote(str(folder))}"
-    return "stopped before the first step was done: there is nothing to go on with"
+    return "stopped before anything was done: give the same command again"

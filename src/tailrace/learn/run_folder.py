@@ -68,10 +68,12 @@ class RunFolder:
     def create(self, settings: TrainSettings) -> None:
         """Begin a run in a new or empty folder."""
         try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            # First: an interrupted command leaves an empty folder or a run that can be resumed.
+            self.write_json("settings.json", settings.model_dump(mode="json"))
+            self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise TailraceError(f"cannot make {self.path}: {error.strerror or error}") from None
-        self.write_json("settings.json", settings.model_dump(mode="json"))
 
     def settings(self) -> TrainSettings:
         """Return what the run was asked for."""
@@ -96,9 +98,18 @@ class RunFolder:
     # ---- state ----------------------------------------------------------------------------------
 
     @property
-    def has_state(self) -> bool:
-        """Whether there is anything to resume from."""
-        return self._state.is_file()
+    def has_settings(self) -> bool:
+        """Whether a run was begun here, so that it can be resumed."""
+        return self._settings.is_file()
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step was done; a run that was stopped before is resumed from its settings.
+
+        The state is written last, so the first step's checkpoint may be there without it.
+        """
+        others = (path for path in self.checkpoints.glob("*") if path != self.checkpoint_of(0))
+        return self._state.is_file() or any(others)
 
     def save_state(
         self, arrays: Arrays, numbers: Mapping[str, Any], settings: TrainSettings
@@ -116,10 +127,10 @@ class RunFolder:
 
     def load_state(self, settings: TrainSettings) -> tuple[Arrays, dict[str, Any]]:
         """Return the state a run of these settings was left in."""
-        if not self.has_state:
+        if not self._state.is_file():
             raise TailraceError(
-                f"{self.path} has no state to resume from: it ended before its first step; "
-                "remove it and start again"
+                f"{self._state} is missing; the checkpoints beside it are usable, but the run "
+                "cannot be resumed"
             )
         try:
             with safe_open(self._state, "np") as file:

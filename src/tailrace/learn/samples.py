@@ -1,14 +1,25 @@
 """What training learns from: observed decisions with a cost for every choice."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
+from tailrace.errors import TailraceError
+from tailrace.files import atomic_path, check_target
+from tailrace.policy.learned.observation import LIMIT, REPLICA_FEATURES, REQUEST_FEATURES
+
+SUFFIX = ".npz"
+#: Names of the features, written beside the arrays so that another version's are noticed.
+_NAMES = {
+    "replica_features": [feature.name for feature in REPLICA_FEATURES],
+    "request_features": [feature.name for feature in REQUEST_FEATURES],
+}
 
 
 @dataclass(frozen=True)
@@ -86,3 +97,69 @@ def by_cluster_size(parts: Iterable[Samples]) -> list[Samples]:
         )
         for n in sorted(by_size)
     ]
+
+
+def write_samples(samples: Samples, path: Path) -> None:
+    """Write samples to a NumPy file: an array per field, and the names of the features."""
+    check_target(path, (SUFFIX,))
+    arrays: dict[str, Any] = samples.arrays()
+    arrays |= {key: np.array(names) for key, names in _NAMES.items()}
+    with atomic_path(path) as temporary, temporary.open("wb") as file:
+        np.savez_compressed(file, **arrays)
+
+
+def read_samples(path: Path, memory: int | None = None) -> Samples:
+    """Read what :func:`write_samples` has written, and check every number of it.
+
+    ``memory``: units of the memory of the network that is to learn from it.
+    """
+    try:
+        with path.open("rb") as raw:
+            # Without pickle: NumPy refuses arrays of objects.
+            file = np.load(raw, allow_pickle=False)
+            if not isinstance(file, Mapping):
+                raise ValueError("it is a single array")
+            samples = _checked({name: np.asarray(file[name]) for name in file})
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, EOFError, BadZipFile) as error:
+        raise TailraceError(f"{path} holds no demonstrations: {error}") from None
+    if memory is not None and samples.memory.shape[1] != memory:
+        raise TailraceError(
+            f"{path} was recorded with a memory of {samples.memory.shape[1]} units, and the "
+            f"network has {memory}: record it with Demonstrations(student)"
+        )
+    return samples
+
+
+def _checked(arrays: dict[str, NDArray[Any]]) -> Samples:
+    """Return samples, or raise a ValueError that says what is wrong with them."""
+    for key, names in _NAMES.items():
+        found = arrays.pop(key, None)
+        if found is not None and found.tolist() != names:
+            raise ValueError(f"its {key} are not those of this version of Tailrace")
+    missing = [field.name for field in fields(Samples) if field.name not in arrays]
+    if missing:
+        raise ValueError(f"it has no {missing[0]}")
+    samples = Samples(**{field.name: arrays.pop(field.name) for field in fields(Samples)})
+    if arrays:
+        raise ValueError(f"it has {next(iter(arrays))}, which is not part of a demonstration")
+    if samples.mask.ndim != 2 or not samples.mask.size:
+        raise ValueError("it has no decisions")
+    rows, replicas = samples.mask.shape
+    width = samples.memory.shape[1] if samples.memory.ndim == 2 else 0
+    for name, wanted in Samples.empty(rows, replicas, 0, width).arrays().items():
+        array = getattr(samples, name)
+        if array.shape != wanted.shape or array.dtype != wanted.dtype:
+            raise ValueError(
+                f"{name} is {array.dtype} {list(array.shape)}, expected {wanted.dtype} "
+                f"{list(wanted.shape)}"
+            )
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} has numbers that are not finite")
+    for name in ("replica_obs", "request_obs"):
+        if (np.abs(getattr(samples, name)) > LIMIT).any():
+            raise ValueError(f"{name} has numbers beyond +-{LIMIT:g}")
+    if (samples.tried & ~samples.mask).any() or not samples.tried.any(axis=1).all():
+        raise ValueError("every decision needs a choice with a cost, and only possible ones")
+    return samples

@@ -1,14 +1,17 @@
 """Every setting of a training run, in one tree; a preset is a TOML file of these."""
 
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from tailrace import config
-from tailrace.config import Positive, Scenario, Settings, load_toml
+from tailrace.config import Positive, Scenario, Settings, VidurSettings, load_toml
 from tailrace.env.reward import RewardSettings
-from tailrace.errors import TailraceError, unknown_name
+from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
+from tailrace.learn import other_names
 from tailrace.learn.exploration import ExplorationSettings
 from tailrace.learn.improve.ppo_settings import PpoSettings
 from tailrace.learn.randomisation import RandomisationSettings, Share
@@ -43,8 +46,11 @@ class DemonstrationSettings(Settings):
     the policy the run starts from."""
     best_teacher: bool = False
     """Instead of by shares, each world is labelled by the teacher that does best in it."""
-    worlds: Count = 20
-    """Worlds per round; every scenario equally often."""
+    files: tuple[str, ...] = ()
+    """Decisions made elsewhere, .npz files as recorded in Vidur (docs/vidur.md): learnt from in the
+    first round, besides the labels of teachers."""
+    worlds: int = Field(default=20, ge=0, le=10_000_000)
+    """Worlds per round; every scenario equally often. 0: only `files`."""
     decisions: Count = 1500
     """Labels per world."""
     warmup: Count = 500
@@ -83,6 +89,16 @@ class DemonstrationSettings(Settings):
             raise ValueError("best_teacher needs several teachers to choose from")
         if self.load_factors[0] > self.load_factors[1]:
             raise ValueError("load_factors must rise")
+        return self
+
+    @model_validator(mode="after")
+    def _something_to_learn(self) -> Self:
+        if self.files and not self.rounds:
+            raise ValueError("files are learnt from in the first round: set rounds to 1")
+        if not self.worlds and not (self.files and self.rounds == 1):
+            raise ValueError(
+                "worlds = 0 leaves only files to learn from: name some, and rounds = 1"
+            )
         return self
 
 
@@ -231,9 +247,10 @@ class TrainSettings(Settings):
     """How the clone is improved."""
     env: Literal["sim", "vidur", "live"] = "sim"
     """World that PPO plays in: the simulator, real Vidur, or the requests of a live router. Cloning
-    and evaluation are in the simulator always."""
+    is in the simulator always, and so is evaluation unless `vidur` has arguments."""
     serve: str = ""
     """Settings of the live router, a TOML file as for `tailrace serve` (env = live)."""
+    vidur: VidurSettings = VidurSettings()
     updates: int = Field(default=10, ge=0, le=10_000_000)
     """Updates of the improvement."""
     branching: BranchingSettings = BranchingSettings()
@@ -324,10 +341,27 @@ class TrainSettings(Settings):
             raise ValueError("late_weight belongs to the reward, which needs method = 'ppo'")
         return self
 
+    @property
+    def cautions(self) -> list[str]:
+        """What is allowed and likely not meant, in sentences."""
+        if self.demonstrations.rounds or self.start or self.ppo.norm_updates:
+            return []
+        caution = (
+            "nothing teaches the normaliser of observations, so the network sees features at their "
+            "own scales: clone first (demonstrations.rounds), start from a policy (--from), or set "
+            "ppo.norm_updates"
+        )
+        return [caution]
+
     def _check_env(self) -> None:
         """Raise if the world cannot be played in like this."""
         if self.serve and self.env != "live":
             raise ValueError(f"serve names the settings of a live router, but env = '{self.env}'")
+        if self.vidur.arguments and (self.env != "vidur" or len(self.scenarios) != 1):
+            raise ValueError(
+                "vidur.arguments describe one cluster of real Vidur: they need env = 'vidur', and "
+                "one scenario that they amount to (`tailrace train --vidur-args` makes it)"
+            )
         if self.env == "sim":
             return
         where = f"env = '{self.env}'"
@@ -370,20 +404,54 @@ def read(preset_or_file: str | Path) -> dict[str, Any]:
         if preset_or_file not in preset_names():
             raise unknown_name("preset", preset_or_file, preset_names())
         path = PRESETS / f"{preset_or_file}.toml"
-    data = config.with_current_names(TrainSettings, load_toml(path))
+    data = _with_our_names(load_toml(path))
     data.setdefault("name", path.stem)
     return data
 
 
 def build(data: dict[str, Any], over: dict[str, Any] | None = None) -> TrainSettings:
     """Validate plain data, with other settings put over it, into settings."""
-    below, above = (config.with_current_names(TrainSettings, part) for part in (data, over or {}))
+    below, above = (_with_our_names(part) for part in (data, over or {}))
     return config.parse(TrainSettings, merged(below, above))
 
 
 def assign(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set one value by its dotted path, a former name included."""
-    config.assign(data, config.current_key(TrainSettings, key), value)
+    """Set one value by its dotted path, a former name or another scheduler's included."""
+    key = config.current_key(TrainSettings, key)
+    other = None if config.is_setting(TrainSettings, key) else other_names.find(key)
+    if other is None:
+        config.assign(data, key, value)
+        return
+    if not other.targets:
+        raise TailraceError(f"there is no setting {key} here; instead: {other.note}")
+    text = f"setting {key} is called {' and '.join(other.targets)} here"
+    warnings.warn(text, RenamedSettingWarning, stacklevel=1)
+    for target in other.targets:
+        config.assign(data, target, value)
+
+
+def _with_our_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return plain data with our names for former ones and for those of other schedulers."""
+    current = config.with_current_names(TrainSettings, data)
+    found: dict[str, Any] = {}
+    others: list[tuple[str, Any]] = []
+    for name, value in current.items():
+        found[name] = value
+        inner = value if isinstance(value, Mapping) else {name: value}
+        prefix = f"{name}." if isinstance(value, Mapping) else ""
+        strange = {
+            key: part
+            for key, part in inner.items()
+            if not config.is_setting(TrainSettings, prefix + key) and other_names.find(key)
+        }
+        if strange and prefix:
+            found[name] = {key: part for key, part in inner.items() if key not in strange}
+        elif strange:
+            del found[name]
+        others += [(prefix + key, part) for key, part in strange.items()]
+    for key, value in others:
+        assign(found, key, value)
+    return found
 
 
 def training_seed(run: int, number: int) -> int:

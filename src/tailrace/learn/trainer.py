@@ -29,9 +29,9 @@ from tailrace.learn.improve.rollout_source import (
 )
 from tailrace.learn.progress import Silent, Watcher
 from tailrace.learn.run_folder import RunFolder
-from tailrace.learn.samples import Samples, by_cluster_size
+from tailrace.learn.samples import Samples, by_cluster_size, read_samples
 from tailrace.learn.settings import TrainSettings
-from tailrace.learn.validation import Validation, ValidationResult
+from tailrace.learn.validation import OwnValidation, Validation, ValidationResult
 from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.learn.worlds import CompiledPolicy, label
 from tailrace.parallel import WorkerPool
@@ -100,8 +100,9 @@ class Trainer:
         self.state = RunState()
         if settings is None:
             settings = self.folder.settings()
-            arrays, numbers = self.folder.load_state(settings)
-            self.state = self._run_state(numbers)
+            if self.folder.has_steps:
+                arrays, numbers = self.folder.load_state(settings)
+                self.state = self._run_state(numbers)
         else:
             self.folder.check_free()
         start = _start_policy(settings) if settings.start and not arrays else None
@@ -119,9 +120,10 @@ class Trainer:
         self.schedule = WorldSchedule(settings, self.state.capacities)
         self.state.capacities = list(self.schedule.capacities)
         self._check_scenarios()
+        self._from_files()  # before any work is done: they may be wrong
         self._first_update_seed = settings.demonstrations.rounds * settings.demonstrations.worlds
         self._source = self._rollout_source(rollout_sources)
-        self.validation = Validation(self.schedule.validation(), settings.evaluation.baselines)
+        self.validation = self._make_validation()
         self.validation.rule_costs = {
             rule: tuple(costs) for rule, costs in self.state.rule_costs.items()
         }
@@ -218,6 +220,14 @@ class Trainer:
             )
         return sources[self.settings.env](self.network, self.schedule, self._first_update_seed)
 
+    def _make_validation(self) -> Validation:
+        """Return the worlds that policies are judged on: those PPO plays in, if they differ."""
+        worlds, rules = self.schedule.validation(), self.settings.evaluation.baselines
+        if not isinstance(self._source, OwnValidation):
+            return Validation(worlds, rules)
+        worlds, play = self._source.validation(worlds)
+        return Validation(worlds, rules, play)
+
     # ---- cloning --------------------------------------------------------------------------------
 
     def _clone(self, round_: int) -> dict[str, float]:
@@ -255,7 +265,13 @@ class Trainer:
         packed = pack(network.config, network.tensors())
         student_acts = round_ > 0 or bool(self.settings.start)
         tasks = self.schedule.label_tasks(round_, packed, student_acts, self.curriculum.first)
-        return run_tasks(self.workers, label, tasks, self.watcher.tasks)
+        parts: list[Samples] = run_tasks(self.workers, label, tasks, self.watcher.tasks)
+        return parts if round_ else [*parts, *self._from_files()]
+
+    def _from_files(self) -> list[Samples]:
+        """Return the demonstrations of the run's files."""
+        memory = self.network.config.memory
+        return [read_samples(Path(file), memory) for file in self.settings.demonstrations.files]
 
     def _collect_again(self, rounds: int) -> None:
         """Make the demonstrations of earlier rounds anew, each with the policy of that time."""
@@ -420,14 +436,17 @@ class Trainer:
         self.folder.save_state(arrays, asdict(self.state), self.settings)
 
     def _check_scenarios(self) -> None:
-        """Refuse to go on with scenarios that have changed since the run began."""
+        """Refuse to go on with scenarios or files that have changed since the run began."""
+        files = [Path(file) for file in self.settings.demonstrations.files]
+        names = [*(f"scenario {name}" for name in self.settings.scenario_names), *map(str, files)]
         now = [sha256(s.model_dump_json().encode()).hexdigest() for s in self.schedule.scenarios]
+        now += [_digest(file) for file in files]
         began_with = self.state.scenarios or now
-        for name, digest, before in zip(self.settings.scenario_names, now, began_with, strict=True):
+        for name, digest, before in zip(names, now, began_with, strict=True):
             if digest != before:
                 raise TailraceError(
-                    f"scenario {name} has changed since the run began, and a run goes on as it was "
-                    "begun: put it back, or begin a new run"
+                    f"{name} has changed since the run began, and a run goes on as it was begun: "
+                    "put it back, or begin a new run"
                 )
         self.state.scenarios = now
 
@@ -459,6 +478,13 @@ class Trainer:
 
 def _compiled_policy(network: Network) -> CompiledPolicy:
     return CompiledPolicy(LEARNED_CODE, pack(network.config, network.tensors()))
+
+
+def _digest(file: Path) -> str:
+    try:
+        return sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise TailraceError(f"cannot read {file}: {error.strerror or error}") from None
 
 
 def _start_policy(settings: TrainSettings) -> LearnedPolicy:

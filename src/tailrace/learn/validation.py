@@ -1,13 +1,24 @@
 """How good a policy is: its cost on fixed worlds, against rules on the very same requests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.learn.worlds import CompiledPolicy, ScoreTask, World, WorldScore, score
 from tailrace.parallel import WorkerPool
+
+ScoreFunction = Callable[[ScoreTask], WorldScore]
+
+
+@runtime_checkable
+class OwnValidation(Protocol):
+    """A rollout source whose worlds differ from the simulator's: policies are judged in them."""
+
+    def validation(self, worlds: Sequence[World]) -> tuple[list[World], ScoreFunction]:
+        """Return the validation worlds as the source plays them, and what plays them."""
 
 
 @dataclass(frozen=True)
@@ -25,23 +36,27 @@ class ValidationResult:
 class Validation:
     """Fixed worlds and what rules achieve there."""
 
-    def __init__(self, worlds: Sequence[World], rules: Sequence[str]) -> None:
-        """Nothing is played before it is asked for."""
+    def __init__(
+        self, worlds: Sequence[World], rules: Sequence[str], play: ScoreFunction = score
+    ) -> None:
+        """Nothing is played before it is asked for; ``play`` plays a world."""
         self.worlds = list(worlds)
         self.rules = tuple(rules)
+        self._play = play
         self.rule_costs: dict[str, tuple[float, ...]] = {}
 
     def evaluate_rules(self, workers: WorkerPool) -> None:
         """Play all rules; the first is the reference."""
         tasks = [ScoreTask(w, CompiledPolicy.of(rule)) for rule in self.rules for w in self.worlds]
-        played = list(workers.map(score, tasks))
+        played = list(workers.map(self._play, tasks))
         for k, rule in enumerate(self.rules):
             of_rule = played[k * len(self.worlds) : (k + 1) * len(self.worlds)]
             self.rule_costs[rule] = self._by_scenario(of_rule)
 
     def evaluate(self, policy: CompiledPolicy, workers: WorkerPool) -> ValidationResult:
         """Play a policy."""
-        played = list(workers.map(score, [ScoreTask(world, policy) for world in self.worlds]))
+        tasks = [ScoreTask(world, policy) for world in self.worlds]
+        played = list(workers.map(self._play, tasks))
         costs = self._by_scenario(played)
         return ValidationResult(
             costs,

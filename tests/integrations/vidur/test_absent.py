@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 
 import pytest
 from click.testing import CliRunner
@@ -15,42 +14,49 @@ from tailrace.integrations import vidur
 from tailrace.integrations.vidur.limits import nearest, replicas_for_vidur
 
 
-@pytest.fixture
-def installed(monkeypatch):
-    """Say which version of vidur is installed; None: none."""
-
-    def say(found):
-        def version(name):
-            if found is None:
-                raise PackageNotFoundError(name)
-            return found
-
-        monkeypatch.setattr(vidur, "version", version)
-
-    return say
-
-
 def test_tailrace_imports_no_vidur_before_it_is_needed():
     code = (
         "import sys, tailrace.integrations.vidur.compare, tailrace.integrations.vidur.router\n"
-        "import tailrace.integrations.vidur.demonstrations, tailrace.cli.compare\n"
+        "import tailrace.integrations.vidur.demonstrations, tailrace.cli.compare, tailrace.env\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'vidur']"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_without_vidur_the_command_says_how_to_get_it(installed):
-    installed(None)
-    result = CliRunner().invoke(cli, ["compare", "--engine", "vidur"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compare", "--engine", "vidur"],
+        ["compare", "--vidur-args", "--cluster_config_num_replicas 2"],
+        ["train", "--vidur-args", "--cluster_config_num_replicas 2"],
+        ["train", "--env", "vidur", "--scenario", "demo"],
+    ],
+)
+def test_without_vidur_the_command_says_how_to_get_it(monkeypatch, tmp_path, arguments):
+    monkeypatch.setattr(vidur, "find_spec", lambda _: None)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 2
-    assert result.stderr == "error: vidur is not installed: pip install 'tailrace[vidur]'\n"
+    assert result.stderr.endswith("error: vidur is not installed: pip install 'tailrace[vidur]'\n")
     assert result.stdout == ""
+    assert not list(tmp_path.iterdir())
 
 
-def test_another_version_is_refused(installed):
-    installed("0.0.27")
-    with pytest.raises(TailraceError, match=r"vidur 0\.0\.27 is installed, 0\.0\.26 is needed"):
-        vidur.register()
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["compare", "--vidur-args", "--seed 1", "--engine", "reference"], "--engine vidur"),
+        (["compare", "--vidur-args", "--seed '1"], "cannot read --vidur-args"),
+        (["compare", "--vidur-args", " "], "--vidur-args is empty"),
+        (["compare", "--vidur-import", "mine"], "goes with --vidur-args"),
+        (["train", "--vidur-args", "--seed 1", "--env", "sim"], "with --env vidur"),
+        (["train", "--vidur-args", "--seed 1", "--resume", "run"], "takes no other settings"),
+    ],
+)
+def test_arguments_that_do_not_fit_together(arguments, complaint):
+    result = CliRunner().invoke(cli, arguments)
+    assert result.exit_code == 2
+    assert complaint in result.stderr
 
 
 def test_sim_as_engine_is_the_default_engine():

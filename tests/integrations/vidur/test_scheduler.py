@@ -144,7 +144,7 @@ def test_other_replica_schedulers_are_refused(simulator):
 @pytest.mark.parametrize("device", ["a100-llama3-8b", "h100-llama2-7b"])
 def test_the_cost_model_is_found_by_asking_the_predictor(device):
     predictor = FormulaPredictor(TailraceExecutionTimePredictorConfig(cluster=device))
-    found, truth = measured_cost(predictor, 512), cost_of(Replica(device=device))
+    found, truth = measured_cost(predictor, 512, 0).model, cost_of(Replica(device=device))
     for batch in ((1, 64, 0), (64, 64 * 700, 0), (512, 0, 512 * 256), (300, 9000, 200 * 900)):
         assert predicted_ms(found, *batch) == pytest.approx(predicted_ms(truth, *batch), rel=0.01)
 
@@ -163,7 +163,7 @@ def test_demonstrations_in_a_file(tmp_path):
     assert samples.tried.all()
     assert (samples.world == 3).all()
     assert samples.memory.shape == (80, student.config.memory)
-    with pytest.raises(TailraceError, match="holds no demonstrations"):
+    with pytest.raises(TailraceError, match=r"cannot read .*none\.npz"):
         load(tmp_path / "none.npz")
 
 
@@ -171,7 +171,7 @@ def test_the_example(tmp_path):
     target = tmp_path / "seen.npz"
     command = [sys.executable, str(EXAMPLE), "least_outstanding", "-o", str(target)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.startswith("least_outstanding: 300 decisions, mean TTFT 0.0")
+    assert "least_outstanding: 300 decisions, mean TTFT 0.0" in done.stdout
     assert len(load(target)) == 300
 
 

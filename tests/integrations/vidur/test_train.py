@@ -9,6 +9,7 @@ from tailrace.config import Scenario
 from tailrace.env.reward import Reward, RewardSettings
 from tailrace.errors import TailraceError
 from tailrace.integrations.vidur.rollout import VidurTask, play
+from tailrace.integrations.vidur.setup import VidurSetup
 from tailrace.integrations.vidur.world import VidurWorld
 from tailrace.learn.improve.recorder import Recording
 from tailrace.policy.learned.architecture import pack
@@ -32,7 +33,12 @@ def task(variant="plain", **changes):
     config = small(variant)
     params = pack(config, random_tensors(config))
     recording = Recording(config, REWARD, decisions=64, chunk=8, seed=SEED)
-    values = {"scenario": SCENARIO, "episode_seed": SEED, "params": params, "recording": recording}
+    values = {
+        "setup": VidurSetup(SCENARIO),
+        "episode_seed": SEED,
+        "params": params,
+        "recording": recording,
+    }
     return VidurTask(**(values | {"temperature": 2.0, "epsilon": 0.1} | changes))
 
 
@@ -110,13 +116,7 @@ def test_200_ppo_steps_from_the_shipped_policy(tmp_path):
 
 
 def test_requests_that_end_too_soon_are_told(monkeypatch):
-    from tailrace.integrations.vidur import rollout as module
-
-    real = module.from_settings
-    monkeypatch.setattr(
-        module,
-        "from_settings",
-        lambda workload, *rest: real(workload.model_copy(update={"requests": 20}), *rest),
-    )
+    few = VidurSetup(SCENARIO).requests(20, SEED)
+    monkeypatch.setattr(VidurSetup, "requests", lambda *_: few)
     with pytest.raises(TailraceError, match=r"four: the requests ended after 20 of 64 decisions"):
         play(task())

@@ -45,7 +45,7 @@ class Reporter(Silent):
 def run_trial(folder: Path, settings: TrainSettings, report: Report) -> bool:
     """Begin a run, or go on with it; False: it failed, and :func:`failure` says why."""
     run = RunFolder(folder)
-    if not run.has_state:
+    if not run.has_steps:
         shutil.rmtree(folder, ignore_errors=True)  # it ended before its first step
     reporter = Reporter(report, scores(folder))
     if is_done(folder):
@@ -53,7 +53,7 @@ def run_trial(folder: Path, settings: TrainSettings, report: Report) -> bool:
     note = folder / _FAILURE
     note.unlink(missing_ok=True)
     try:
-        begin_with = None if run.has_state else settings
+        begin_with = None if run.has_steps else settings
         Trainer(folder, begin_with, 1, reporter, ROLLOUT_SOURCES).run()
     except TailraceError as error:
         note.write_text(str(error), encoding="utf-8")

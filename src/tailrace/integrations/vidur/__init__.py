@@ -6,23 +6,21 @@ plays a request table on real Vidur, ``world.VidurWorld`` does so decision by de
 Tailrace works without it. See docs/vidur.md.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from tailrace.errors import TailraceError
 
-VERSION = "0.0.26"
 INSTALL = "pip install 'tailrace[vidur]'"
 
 
 def require() -> None:
-    """Raise unless the one version of Vidur that this was written for is installed."""
-    try:
-        installed = version("vidur")
-    except PackageNotFoundError:
-        raise TailraceError(f"vidur is not installed: {INSTALL}") from None
-    if installed != VERSION:
-        raise TailraceError(f"vidur {installed} is installed, {VERSION} is needed: {INSTALL}")
+    """Raise unless a Vidur is installed that has what Tailrace builds on (interface.py)."""
+    if find_spec("vidur") is None:
+        raise TailraceError(f"vidur is not installed: {INSTALL}")
+    from tailrace.integrations.vidur import interface
+
+    interface.check()
 
 
 def register() -> Any:

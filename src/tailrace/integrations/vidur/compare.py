@@ -1,15 +1,17 @@
 """Many policies on identical arrivals with real Vidur as the engine. Needs no Vidur to import."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from tailrace.config import Scenario
+from tailrace.config import Scenario, VidurSettings
 from tailrace.errors import TailraceError
 from tailrace.evaluate.judge import compare as evaluate
 from tailrace.evaluate.judge.compare import DEFAULT_REFERENCE, Comparison, ComparisonTask
 from tailrace.evaluate.measure.metrics import Summary, summarise
-from tailrace.evaluate.measure.runner import policy_for, traffic
+from tailrace.evaluate.measure.runner import policy_for
 from tailrace.integrations.vidur import require
 from tailrace.integrations.vidur.limits import replicas_for_vidur
+from tailrace.integrations.vidur.setup import SCENARIO_ONLY, VidurSetup
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy
 
@@ -41,10 +43,15 @@ def compare(
     *,
     reference: str = DEFAULT_REFERENCE,
     warmup_fraction: float = 0.0,
+    own: VidurSettings = SCENARIO_ONLY,
 ) -> Comparison:
-    """Run every policy on every seed in real Vidur; the rest is as in evaluate/judge/compare.py."""
+    """Run every policy on every seed in real Vidur; the rest is as in evaluate/judge/compare.py.
+
+    ``own``: play these settings of Vidur's own instead of the scenario's cluster and traffic.
+    """
     require()
-    replicas_for_vidur(scenario.cluster)
+    if not own.arguments:
+        replicas_for_vidur(scenario.cluster)
     for name in (*policies, reference):
         vidur_policy(scenario, name)
     return evaluate.compare(
@@ -55,19 +62,13 @@ def compare(
         progress,
         reference=reference,
         warmup_fraction=warmup_fraction,
-        play=_play,
+        play=partial(_play, own),
     )
 
 
-def _play(task: ComparisonTask) -> Summary:
-    from tailrace.integrations.vidur.simulation import simulate
-
-    scenario = task.scenario
-    result = simulate(
-        scenario.cluster,
-        traffic(scenario, task.rate, task.seed),
-        vidur_policy(scenario, task.policy),
-        router=scenario.router,
-        seed=task.seed,
-    )
-    return summarise(result, task.warmup)
+def _play(own: VidurSettings, task: ComparisonTask) -> Summary:
+    setup, seed = VidurSetup(task.scenario, own), task.seed
+    simulator = setup.simulator(setup.requests(task.scenario.workload.requests, seed), seed)
+    simulator.use(vidur_policy(task.scenario, task.policy), seed)
+    simulator.play()
+    return summarise(simulator.result(), task.warmup)

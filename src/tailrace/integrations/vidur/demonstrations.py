@@ -1,23 +1,20 @@
 """Decisions as they were seen and made, in the form that training learns from."""
 
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
-from tailrace.files import atomic_path, check_target
 from tailrace.integrations.vidur.router import RouterWatcher
 from tailrace.learn.kernels import NOT_CHOSEN
-from tailrace.learn.samples import Samples
+from tailrace.learn.samples import Samples, read_samples, write_samples
 from tailrace.policy.learned import architecture
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.policy.learned.policy import LearnedPolicy, learned_scores, prior_scores
 from tailrace.view.records import View
 
-SUFFIX = ".npz"
+load = read_samples
 
 
 class Demonstrations(RouterWatcher):
@@ -62,17 +59,5 @@ class Demonstrations(RouterWatcher):
         return Samples(replica_obs, request_obs, mask, prior, memory, mask.copy(), costs, number)
 
     def save(self, path: Path, world: int = 0) -> None:
-        """Write the decisions to a NumPy file, one array per field of Samples."""
-        check_target(path, (SUFFIX,))
-        arrays: dict[str, Any] = self.samples(world).arrays()
-        with atomic_path(path) as temporary, temporary.open("wb") as file:
-            np.savez_compressed(file, **arrays)
-
-
-def load(path: Path) -> Samples:
-    """Read what :meth:`Demonstrations.save` has written."""
-    try:
-        with np.load(path) as arrays:
-            return Samples(*(arrays[field.name] for field in fields(Samples)))
-    except (OSError, ValueError, KeyError) as error:
-        raise TailraceError(f"{path} holds no demonstrations: {error}") from None
+        """Write the decisions to a NumPy file; ``tailrace train --demonstrations`` reads it."""
+        write_samples(self.samples(world), path)

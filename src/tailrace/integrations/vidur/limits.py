@@ -16,7 +16,7 @@ def replicas_for_vidur(cluster: Cluster) -> list[Replica]:
     first = replicas[0]
     if first.scheduler not in SCHEDULERS:
         raise TailraceError(
-            f"vidur 0.0.26 has no replica scheduler {first.scheduler}; it has "
+            f"vidur has no replica scheduler {first.scheduler} that means the same there; it has "
             f"{', '.join(SCHEDULERS)}: add --scheduler sarathi"
         )
     if first.num_stages > 1:
@@ -48,7 +48,7 @@ def nearest(scenario: Scenario) -> tuple[Scenario, list[str]]:
     cluster = Cluster(replicas=tuple(kinds))
     if cluster != scenario.cluster:
         notes.append(
-            "vidur 0.0.26 has neither vllm_v1 nor a prefix cache: the replicas run sarathi"
+            "vidur has neither vllm_v1 nor a prefix cache to be driven: the replicas run sarathi"
         )
         scenario = scenario.model_copy(update={"cluster": cluster, "capacity_rps": None})
     replicas_for_vidur(scenario.cluster)

@@ -9,12 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vidur.entities import Batch
-from vidur.types import ReplicaId
-
-from tailrace.calibrate.iteration_fit import fit_iterations
-from tailrace.config import CostModel
+from tailrace.calibrate.iteration_fit import FitResult, fit_iterations
 from tailrace.errors import TailraceError
+from tailrace.integrations.vidur.interface import new_batch
 
 DECODES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (64, 256, 1024, 2048, 4096)  # tokens of each decode
@@ -45,12 +42,11 @@ def iterations(chunk_size: int) -> Iterator[tuple[list[Member], list[int]]]:
                 yield [*batch, prefill], [1] * len(batch) + [chunk]
 
 
-def measured_cost(predictor: Any, chunk_size: int) -> CostModel:
-    """Fit the cost model to what a predictor says of one-stage iterations."""
+def measured_cost(predictor: Any, chunk_size: int, replica_id: Any) -> FitResult:
+    """Fit the cost model to what a predictor says of one-stage iterations on a replica."""
     rows: list[tuple[float, float, float, float]] = []
     for members, tokens in iterations(chunk_size):
-        kv = [m.num_processed_tokens + n for m, n in zip(members, tokens, strict=True)]
-        batch = Batch(ReplicaId(0), members, tokens, kv)
+        batch = new_batch(members, tokens, replica_id)
         try:
             seconds = predictor.get_execution_time(batch, 0).total_time
         except (KeyError, IndexError):  # beyond the table of the predictor
@@ -67,4 +63,4 @@ def measured_cost(predictor: Any, chunk_size: int) -> CostModel:
             "Vidur's predictor knows too few iterations to fit a cost model; name a device preset"
         )
     total, before, works, ms = zip(*rows, strict=True)
-    return fit_iterations(total, before, works, ms, balance=True).model
+    return fit_iterations(total, before, works, ms, balance=True)

@@ -9,22 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Scenario
 from tailrace.errors import TailraceError
+from tailrace.integrations.vidur.setup import VidurSetup
 from tailrace.learn.improve.recorder import Recorder, Recording
 from tailrace.learn.improve.rollout import PER_CLUSTER, BootstrapStates, Rollout
 from tailrace.policy.base import decide
-from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, require
-from tailrace.workload.library import from_settings
 
 
 @dataclass(frozen=True)
 class VidurTask:
     """Which episode to play, with which network, and how much of it."""
 
-    scenario: Scenario
-    """As Vidur can play it (integrations/vidur/limits.py)."""
+    setup: VidurSetup
     episode_seed: int
     """A training seed."""
     params: NDArray[np.float64]
@@ -42,25 +39,21 @@ def play(task: VidurTask) -> Rollout:
 
 
 def _play_one(task: VidurTask, k: int) -> Rollout:
-    from tailrace.integrations.vidur.simulation import prepare
-
-    scenario, recording = task.scenario, task.recording
+    setup, recording = task.setup, task.recording
     seed = require(task.episode_seed, Purpose.TRAINING)
     # One request more than is decided: it shows what the last decision led to.
-    requests = recording.warmup + recording.decisions + 1
-    workload = scenario.workload.model_copy(update={"requests": requests})
-    table = from_settings(workload, resolve_rate(scenario), seed)
+    table = setup.requests(recording.warmup + recording.decisions + 1, seed)
     found: list[Rollout] = []
-    named = replace(recording, name=scenario.name, stream=f"{recording.stream}-{k}")
+    named = replace(recording, name=setup.scenario.name, stream=f"{recording.stream}-{k}")
     recorder = Recorder(named, task.params, found.append)
-    simulator = prepare(scenario.cluster, table, router=scenario.router, seed=seed)
+    simulator = setup.simulator(table, seed)
     simulator.use(recorder, seed)
     recorder.record(task.temperature, task.epsilon)
     while not found and (view := simulator.next_view()) is not None:
         simulator.assign(decide(recorder, view))
     if not found:
         raise TailraceError(
-            f"{scenario.name}: the requests ended after {recorder.recorded} of "
+            f"{setup.scenario.name}: the requests ended after {recorder.recorded} of "
             f"{recording.decisions} decisions; lower ppo.decisions or ppo.warmup"
         )
     return found[0]

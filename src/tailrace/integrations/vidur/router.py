@@ -13,6 +13,7 @@ import numpy as np
 from tailrace.config import Replica, RouterSettings
 from tailrace.policy.base import Policy, call_hook
 from tailrace.view.bookkeeper import Bookkeeper, RequestFacts, Sent
+from tailrace.view.devices import num_blocks_of
 from tailrace.view.records import View
 from tailrace.view.selection import mix
 
@@ -54,13 +55,14 @@ class VidurRouter(Bookkeeper):
         self.watchers: list[RouterWatcher] = []
         self._facts_of = facts_of
         self._unposted = [0] * len(servers)
+        self._total_blocks = num_blocks_of(replicas[0])
         self._at_hand: tuple[Any, RequestFacts] | None = None
 
     def server_metrics(self, replica: int) -> tuple[int, int, float]:
         """Return what the server would publish now."""
         server = self.servers[replica]
         waiting = server.num_pending_requests + self._unposted[replica]
-        kv_used = server.num_allocated_blocks / server._cache_config.num_blocks
+        kv_used = server.num_allocated_blocks / self._total_blocks
         return waiting, len(server._allocation_map), kv_used
 
     def streamed_context(self, sent: Sent) -> int:

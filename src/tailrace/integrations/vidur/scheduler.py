@@ -13,8 +13,10 @@ from vidur.config.config import BaseGlobalSchedulerConfig
 from vidur.scheduler import BaseGlobalScheduler, GlobalSchedulerRegistry
 from vidur.types import BaseIntEnum
 
+from tailrace.calibrate.iteration_fit import FitResult
 from tailrace.config import Replica, RouterSettings, parse
 from tailrace.errors import TailraceError
+from tailrace.integrations.vidur.interface import holder, total_blocks
 from tailrace.integrations.vidur.limits import SCHEDULERS
 from tailrace.integrations.vidur.measure import measured_cost
 from tailrace.integrations.vidur.router import PolicyHooks, VidurRouter
@@ -28,6 +30,7 @@ class TailraceType(BaseIntEnum):  # type: ignore[misc]
     """Tailrace's key in the registries of Vidur, far from Vidur's own."""
 
     TAILRACE = 7461
+    TAILRACE_KEPT = 7462
 
 
 @dataclass
@@ -74,6 +77,7 @@ class TailraceGlobalScheduler(BaseGlobalScheduler):  # type: ignore[misc]
         for number, server in enumerate(self._servers):
             self._listen(number, server)
         self._assigned: list[tuple[Any, Any]] = []
+        self._now = 0.0
         self.policy: Policy | None = None
         router = parse(
             RouterSettings,
@@ -83,6 +87,8 @@ class TailraceGlobalScheduler(BaseGlobalScheduler):  # type: ignore[misc]
             },
         )
         alike = [self._replica(config, settings.device)] * len(self._servers)
+        self.replicas = alike
+        """[n] the replicas in Tailrace's terms."""
         self.router = VidurRouter(self._servers, alike, router, settings.policy_seed)
         if settings.policy:
             self.use(registry.get(settings.policy), settings.policy_seed)
@@ -117,18 +123,25 @@ class TailraceGlobalScheduler(BaseGlobalScheduler):  # type: ignore[misc]
                 f"Vidur, not over {name}"
             )
         chunk = getattr(settings, "chunk_size", Replica().chunk_size)
-        cost = get(device).cost if device else measured_cost(self._predictor, chunk)
+        blocks = {
+            name: getattr(holder(cluster, name), name)
+            for name in ("block_size", "watermark_blocks_fraction")
+        }
         return Replica(
-            cost=cost,
+            cost=get(device).cost if device else self.fitted_cost(chunk).model,
             scheduler=name,
-            num_blocks=cluster.cache_config.num_blocks,
-            block_size=cluster.cache_config.block_size,
-            watermark=cluster.cache_config.watermark_blocks_fraction,
+            num_blocks=total_blocks(self._servers[0]),
+            block_size=blocks["block_size"],
+            watermark=blocks["watermark_blocks_fraction"],
             batch_cap=settings.batch_size_cap,
             chunk_size=chunk,
             max_batch_tokens=getattr(settings, "max_tokens_in_batch", Replica().max_batch_tokens),
             max_request_tokens=config.request_generator_config.max_tokens,
         )
+
+    def fitted_cost(self, chunk_size: int) -> FitResult:
+        """Fit the cost model to what Vidur's predictor says."""
+        return measured_cost(self._predictor, chunk_size, self._ids[0])
 
     @property
     def _predictor(self) -> Any:
@@ -138,12 +151,13 @@ class TailraceGlobalScheduler(BaseGlobalScheduler):  # type: ignore[misc]
         """Wrap what Vidur calls at the start and at the end of an iteration of one server."""
         form, end = server.on_schedule, server.on_batch_end
 
-        def on_schedule(time: float) -> Any:
-            self.router.snapshots_by(time)
-            return form(time)
+        def on_schedule(*time: float) -> Any:
+            # Vidur's main branch tells no time; iterations form when something has just happened.
+            self.router.snapshots_by(time[0] if time else self._now)
+            return form(*time)
 
         def on_batch_end(batch: Any) -> None:
-            now = batch.completed_at
+            now = self._now = batch.completed_at
             self.router.snapshots_by(now, before=True)
             end(batch)
             self.router.ended(number, batch.requests, now)
@@ -161,6 +175,7 @@ class TailraceGlobalScheduler(BaseGlobalScheduler):  # type: ignore[misc]
         """Return what the router sees for the first request that waits."""
         self.sort_requests()
         request = self._request_queue[0]
+        self._now = request.arrived_at
         return self.router.look(request, request.arrived_at)
 
     def assign(self, replica: int) -> None:

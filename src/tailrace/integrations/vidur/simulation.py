@@ -1,5 +1,6 @@
 """A request table of Tailrace on a cluster of real Vidur. Imports Vidur."""
 
+import atexit
 import heapq
 import json
 import logging
@@ -20,9 +21,10 @@ from vidur.simulator import Simulator
 from tailrace.config import Cluster, Replica, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.integrations.vidur import register
+from tailrace.integrations.vidur.interface import holder
 from tailrace.integrations.vidur.limits import replicas_for_vidur
 from tailrace.integrations.vidur.predictor import (
-    FormulaPredictor,
+    MeteredPredictor,
     TailraceExecutionTimePredictorConfig,
 )
 from tailrace.integrations.vidur.router import RouterWatcher, VidurRouter
@@ -38,6 +40,15 @@ from tailrace.workload.table import RequestTable
 DEFAULT_ROUTER = RouterSettings()
 #: The reference device; only its memory matters, and only to orca.
 MODEL, DEVICE, NETWORK_DEVICE = "meta-llama/Llama-3-8B", "a100", "a100_dgx"
+
+
+#: Settings of Vidur's metrics that keep it from writing anything.
+SILENT = {
+    "write_metrics": False,
+    "enable_chrome_trace": False,
+    "write_json_trace": False,
+    "store_plots": False,
+}
 
 
 class TableRequest(Request):  # type: ignore[misc]
@@ -70,13 +81,15 @@ class TableSimulator(Simulator, RouterWatcher):  # type: ignore[misc]
         parents = table.rows["parent"]
         self._child = {int(p): c for c, p in enumerate(parents) if p >= 0}
         super().__init__(settings)
+        # Vidur's main branch would write its output when Python ends, and keep the simulator alive.
+        atexit.unregister(self._write_output)
         scheduler = self._scheduler
         facts = table_facts(table, router, seed)
         scheduler.router = VidurRouter(
             scheduler.servers, replicas, router, seed, lambda request: facts[request.number]
         )
         scheduler.router.watchers.append(self)
-        self.predictor: FormulaPredictor = scheduler.servers[0]._execution_time_predictor
+        self.predictor: MeteredPredictor = scheduler.servers[0]._execution_time_predictor
         self.predictor.numbers = {s.replica_id: n for n, s in enumerate(scheduler.servers)}
 
     # ---- arrivals -------------------------------------------------------------------------------
@@ -151,7 +164,7 @@ class TableSimulator(Simulator, RouterWatcher):  # type: ignore[misc]
             if not any(r is not None and r.num_restarts for r in self.requests):
                 raise
             raise TailraceError(
-                "vidur 0.0.26 cannot go on after it has evicted a request: give the replicas more "
+                "vidur cannot go on after it has evicted a request: give the replicas more "
                 "num_blocks, or less load"
             ) from None
 
@@ -184,7 +197,7 @@ def prepare(
 ) -> TableSimulator:
     """Return a table on a cluster of Vidur at time 0, without a policy."""
     scheduler_config = register()
-    logging.getLogger("vidur").setLevel(logging.WARNING)
+    quieten()
     replicas = replicas_for_vidur(cluster)
     check_cluster(replicas)
     check_requests(replicas, table)
@@ -193,6 +206,11 @@ def prepare(
         simulator = TableSimulator(settings, replicas, table, router, seed)
     _check_slots(replicas[0], simulator)
     return simulator
+
+
+def quieten() -> None:
+    """Let Vidur log warnings only: it tells several things about every run."""
+    logging.getLogger("vidur").setLevel(logging.WARNING)
 
 
 def simulate(
@@ -216,46 +234,44 @@ def simulate(
 def _settings(replicas: Sequence[Replica], scheduler_config: Any, folder: str) -> Any:
     """Return Vidur's settings of such a cluster."""
     first = replicas[0]
-    cap = first.batch_cap
     forms = {
-        "sarathi": lambda: vidur_config.SarathiSchedulerConfig(cap, first.chunk_size),
-        "vllm": lambda: vidur_config.VllmSchedulerConfig(
-            cap, max_tokens_in_batch=first.max_batch_tokens
+        "sarathi": lambda: vidur_config.SarathiSchedulerConfig(
+            batch_size_cap=first.batch_cap, chunk_size=first.chunk_size
         ),
-        "orca": lambda: vidur_config.OrcaSchedulerConfig(cap),
+        "vllm": lambda: vidur_config.VllmSchedulerConfig(
+            batch_size_cap=first.batch_cap, max_tokens_in_batch=first.max_batch_tokens
+        ),
+        "orca": lambda: vidur_config.OrcaSchedulerConfig(batch_size_cap=first.batch_cap),
     }
     described = {"replicas": [r.model_dump(mode="json") for r in replicas]}
     lengths = FixedRequestLengthGeneratorConfig(max_tokens=first.max_request_tokens)
-    return vidur_config.SimulationConfig(
-        cluster_config=vidur_config.ClusterConfig(
-            num_replicas=len(replicas),
-            replica_config=vidur_config.ReplicaConfig(
-                model_name=MODEL,
-                num_pipeline_stages=1,
-                tensor_parallel_size=1,
-                device=DEVICE,
-                network_device=NETWORK_DEVICE,
-            ),
-            cache_config=vidur_config.CacheConfig(
-                block_size=first.block_size,
-                num_blocks=first.num_blocks,
-                watermark_blocks_fraction=first.watermark,
-            ),
-            # The table's router takes the place of the one these would give.
-            global_scheduler_config=scheduler_config(policy="", device=Replica().device),
-            replica_scheduler_config=forms[first.scheduler](),
+    cluster = vidur_config.ClusterConfig(
+        num_replicas=len(replicas),
+        replica_config=vidur_config.ReplicaConfig(
+            model_name=MODEL,
+            num_pipeline_stages=1,
+            tensor_parallel_size=1,
+            device=DEVICE,
+            network_device=NETWORK_DEVICE,
         ),
+        # The table's router takes the place of the one these would give.
+        global_scheduler_config=scheduler_config(policy="", device=Replica().device),
+        replica_scheduler_config=forms[first.scheduler](),
+    )
+    memory = {
+        "block_size": first.block_size,
+        "num_blocks": first.num_blocks,
+        "watermark_blocks_fraction": first.watermark,
+    }
+    for name, value in memory.items():
+        setattr(holder(cluster, name), name, value)
+    return vidur_config.SimulationConfig(
+        cluster_config=cluster,
         request_generator_config=SyntheticRequestGeneratorConfig(length_generator_config=lengths),
         execution_time_predictor_config=TailraceExecutionTimePredictorConfig(
             cluster=json.dumps(described)
         ),
-        metrics_config=vidur_config.MetricsConfig(
-            write_metrics=False,
-            enable_chrome_trace=False,
-            write_json_trace=False,
-            store_plots=False,
-            output_dir=folder,
-        ),
+        metrics_config=vidur_config.MetricsConfig(**SILENT, output_dir=folder),
     )
 
 

@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario
+from tailrace.env.reward import RewardSettings
 from tailrace.errors import TailraceError
-from tailrace.evaluate.measure.runner import traffic
-from tailrace.integrations.vidur.limits import nearest
 from tailrace.integrations.vidur.router import RouterWatcher
-from tailrace.integrations.vidur.simulation import TableSimulator, prepare
+from tailrace.integrations.vidur.setup import VidurSetup, setup_of
+from tailrace.integrations.vidur.simulation import TableSimulator
 from tailrace.learn.cost_ledger import CostLedger, spread
 from tailrace.policy.learned.observation import observe
-from tailrace.saturation import resolve_rate
 from tailrace.sim import cost_accounts, engine
 from tailrace.sim.fleet import Step, begin, new_step
 from tailrace.sim.result import SimResult
@@ -43,7 +42,7 @@ class _LedgerWatcher(RouterWatcher):
 
 
 class VidurWorld:
-    """A scenario in real Vidur, to be played by whoever chooses the replicas.
+    """A scenario or your own settings in real Vidur, to be played by whoever chooses the replicas.
 
     >>> world = VidurWorld("uniform-chat-80", requests=200)
     >>> view, done = world.reset(seed), False
@@ -57,26 +56,33 @@ class VidurWorld:
 
     def __init__(
         self,
-        scenario: Scenario | str | Path,
+        scenario: Scenario | str | Path | VidurSetup = "demo",
         *,
         requests: int | None = None,
         rate: float | None = None,
+        vidur: Any = None,
+        reward: RewardSettings | None = None,
     ) -> None:
         """Take a scenario, its name or its file.
 
         ``requests`` per episode and their ``rate`` in requests/s are the scenario's unless given.
+        ``vidur``: play Vidur's own settings instead, a ``SimulationConfig`` or its command line;
+        what a router knows and the targets for latencies are then the scenario's. ``reward`` shapes
+        the curves for late and early first tokens.
         """
-        if not isinstance(scenario, Scenario):
-            scenario = scenarios.load(scenario)
-        changes = {k: v for k, v in (("requests", requests), ("rate", rate)) if v is not None}
-        workload = scenario.workload.model_copy(update=changes)
-        scenario = scenario.model_copy(update={"workload": workload})
-        self.scenario, self.notes = nearest(scenario)
-        """The scenario as Vidur plays it, and what was changed for that."""
-        self.rate = resolve_rate(self.scenario)
+        if not isinstance(scenario, VidurSetup):
+            if not isinstance(scenario, Scenario):
+                scenario = scenarios.load(scenario)
+            changes = {k: v for k, v in (("requests", requests), ("rate", rate)) if v is not None}
+            scenario = scenario.with_workload(**changes)
+        self.setup, self.notes = setup_of(scenario, vidur)
+        """What is played, and what was changed of the scenario for that."""
+        self.scenario = self.setup.scenario
+        self.requests = requests or self.scenario.workload.requests
         self.replicas = self.scenario.cluster.size
         self.out: Step = new_step(1, self.replicas)
         """[1, ...] the observation of the decision at hand, and what the last step cost."""
+        self._reward = reward
         self._simulator: TableSimulator | None = None
         self._ledger: CostLedger | None = None
         self._outputs: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -84,11 +90,9 @@ class VidurWorld:
 
     def reset(self, seed: int) -> View:
         """Start an episode with the traffic of a seed; returns the view of its first decision."""
-        table = traffic(self.scenario, self.rate, seed)
-        self._ledger, self._outputs = CostLedger(), table.rows["output_tokens"]
-        self._simulator = prepare(
-            self.scenario.cluster, table, router=self.scenario.router, seed=seed
-        )
+        table = self.setup.requests(self.requests, seed)
+        self._ledger, self._outputs = CostLedger(self._reward), table.rows["output_tokens"]
+        self._simulator = self.setup.simulator(table, seed)
         self._simulator.watch(_LedgerWatcher(self._ledger))
         begin(self.out, 0)
         self._move_on()

@@ -1,0 +1,349 @@
+"""Does PPO beat the rules? Training runs with three seeds each, judged on evaluation seeds.
+
+    python benchmarks/ppo_proof.py train [--only ppo gae ...] [--seeds 3]
+    python benchmarks/ppo_proof.py judge                      # in the simulator
+    python benchmarks/ppo_proof.py judge --world vidur        # in real Vidur, from its environment
+    python benchmarks/ppo_proof.py headroom
+    python benchmarks/ppo_proof.py write -o docs/results/ppo.json --plot docs/images/ppo.png
+
+Every run and every judged cell is kept in --folder and not repeated: all of it can be interrupted.
+A run's *last* policy is judged, its best checkpoint (``/best``) and the clone it started from
+(``/clone``). Intervals are paired bootstrap intervals over evaluation seeds (95 %): all policies
+route the same requests. The variants named ``quick ...`` are the pairs of estimate and objective:
+they start from the same clone and get about the same CPU time.
+"""
+
+import argparse
+import csv
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tailrace import scenario as scenarios
+from tailrace.config import Scenario
+from tailrace.env.reward import RewardSettings
+from tailrace.evaluate.judge.compare import Comparison, compare, ratio_interval
+from tailrace.evaluate.search.headroom import headroom, players
+from tailrace.files import atomic_path
+from tailrace.learn import settings as s
+from tailrace.learn.trainer import Trainer
+from tailrace.saturation import with_capacity
+from tailrace.seeds import Purpose, seeds
+
+CHAT = ("slow-chat", "slow-chat-95", "uniform-chat-30", "uniform-chat-80", "uniform-chat-95")
+BASELINES = ("random", "round_robin", "least_outstanding")
+RULES = (*BASELINES, "lmetric", "least_predicted_ttft", "load_aware")
+#: The reward of the system this one set out to better: throughput, balance and run-long averages
+#: instead of the cost of requests, tightly clipped, discounted by 0.95 per decision.
+ORIGINAL: dict[str, Any] = {
+    "reward": {"e2e": 0.0, "ttft": 0.0, "late": 0.0, "lost": 0.0, "throughput": 1.0,
+               "balance": 1.0, "improvement": 1.0, "bound": 0.1},
+    "ppo": {"discount_by": "decision", "gamma": 0.95, "gae_lambda": 0.95},
+}  # fmt: skip
+#: Branches of the same clone; four updates take about as long as ten of rollouts.
+BRANCHING: dict[str, Any] = {
+    "advantage": "branching",
+    "updates": 20,
+    "exploration": {"pulse_factor": 1.0, "pulse_updates": 5, "pulse_decay": 0.7,
+                    "pulse_patience": 0, "temperature_end": 1.0, "temperature_updates": 1},
+    "branching": {"worlds": 15, "states": 40, "warmup": 2000, "replay_updates": 4, "epochs": 4,
+                  "learning_rate": 5e-4, "final_learning_rate": 5e-4},
+}  # fmt: skip
+LOOKAHEAD = {"round_robin": 0.0, "least_outstanding": 0.0, "random": 0.0, "lookahead": 1.0}
+#: Preset, changes, and the scenarios a variant is judged on.
+VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "ppo": ("ppo", {}, CHAT),
+    "gae": ("ppo", {"advantage": "gae"}, CHAT),
+    "branching": ("ppo", BRANCHING, CHAT),
+    "original reward": ("ppo", ORIGINAL, CHAT),
+    "from look-ahead": (
+        "ppo",
+        {"scenarios": ["mixed-speed", "hot-sessions"], "demonstrations": {"teachers": LOOKAHEAD},
+         "ppo": {"group_size": 8, "learning_rate": 3e-4}},
+        ("mixed-speed", "hot-sessions"),
+    ),
+    "scratch": ("ppo-scratch", {}, ("uniform-chat-80", "mixed-speed")),
+}  # fmt: skip
+#: Updates of each pair of estimate and objective that take about a minute and a half of CPU time.
+QUICK = ("uniform-chat-80", "mixed-speed", "hot-sessions", "hot-sessions-mixed-speed",
+         "hot-sessions-overload")  # fmt: skip
+PAIRS = {
+    ("gae", "clipped"): 40,
+    ("gae", "kl_limited"): 40,
+    ("grouped", "clipped"): 40,
+    ("grouped", "kl_limited"): 40,
+    ("branching", "clipped"): 6,
+    ("branching", "kl_limited"): 6,
+}
+CLONE = "quick clone"
+VARIANTS[CLONE] = ("quick", {"updates": 0, "evaluation": {"every": 100}}, QUICK)
+for (_advantage, _objective), _updates in PAIRS.items():
+    VARIANTS[f"quick {_advantage} {_objective}"] = (
+        "quick",
+        {"advantage": _advantage, "objective": _objective, "updates": _updates,
+         "demonstrations": {"rounds": 0}, "evaluation": {"every": 100, "worlds": 1},
+         "ppo": {"group_size": 8, "decisions": 128, "warmup": 512, "learning_rate": 3e-4,
+                 "learning_rate_schedule": "linear", "advantage_normalisation": "group",
+                 "discount_half_life_s": 60.0, "gae_lambda_half_life_s": 30.0}},
+        QUICK,
+    )  # fmt: skip
+REQUESTS, WARMUP = {"sim": 4000, "vidur": 600}, 0.05
+IN_SIMULATOR = tuple(dict.fromkeys((*CHAT, *QUICK)))
+#: Scenarios that Vidur 0.0.26 can play as they are: it has no prefix cache.
+IN_VIDUR = ("slow-chat", "slow-chat-95", "uniform-chat-80", "uniform-chat-95")
+
+
+def run_of(folder: Path, variant: str, seed: int) -> Path:
+    """Return the folder of a run."""
+    return folder / f"{variant.replace(' ', '-')}-{seed}"
+
+
+def train(folder: Path, variant: str, seed: int, jobs: int) -> None:
+    """Train unless it was done before; CPU time is noted beside the run."""
+    run = run_of(folder, variant, seed)
+    if (run / "cpu.json").exists():
+        return
+    preset, over, _ = VARIANTS[variant]
+    resume = (run / "state.safetensors").exists()
+    settings = None if resume else s.build(s.read(preset), {**over, "seed": seed})
+    if settings is not None and variant.startswith("quick") and variant != CLONE:
+        train(folder, CLONE, seed, jobs)
+        start = str(run_of(folder, CLONE, seed) / "last.tailrace")
+        settings = settings.model_copy(update={"start": start})
+    began, cpu = time.monotonic(), time.process_time()
+    trainer = Trainer(run, settings, jobs=jobs)
+    trainer.run()
+    rules = trainer.validation.rule_costs
+    scores = {rule: round(trainer.validation.score(costs), 4) for rule, costs in rules.items()}
+    (run / "baselines.json").write_text(json.dumps(scores) + "\n")
+    told = {"wall_s": round(time.monotonic() - began, 1),
+            "cpu_s": round(time.process_time() - cpu, 1)}  # fmt: skip
+    (run / "cpu.json").write_text(json.dumps(told | {"resumed": resume, "jobs": jobs}) + "\n")
+    print(f"{variant}, seed {seed}: {told['cpu_s']:.0f} s CPU", flush=True)
+
+
+def policies_of(folder: Path, scenario: str, count: int, world: str) -> dict[str, str]:
+    """Return the trained policies to judge on a scenario: label -> file.
+
+    Variants of ``ppo`` start from the same clone. Vidur is slow: of each run it gets one policy,
+    the best checkpoint (that is what a user gets), and of ``ppo`` the last one, too.
+    """
+    found = {}
+    for variant, (_, _, judged) in VARIANTS.items():
+        for seed in range(count):
+            run = run_of(folder, variant, seed)
+            if scenario not in judged or not (run / "cpu.json").exists():
+                continue
+            if world == "sim" or variant == "ppo":
+                found[f"{variant}/{seed}"] = str(run / "last.tailrace")
+            if not variant.startswith("quick"):
+                found[f"{variant}/{seed}/best"] = str(run / "best.tailrace")
+            if variant in ("ppo", "from look-ahead"):
+                found[f"{variant}/{seed}/clone"] = str(run / "checkpoints" / "000000.tailrace")
+    return found
+
+
+def judge(folder: Path, world: str, name: str, count: int, traffic: int, jobs: int) -> None:
+    """Play all rules and policies in a scenario; cells that are there are not repeated."""
+    play: Callable[..., Comparison] = compare
+    if world == "vidur":
+        from tailrace.integrations.vidur import compare as in_vidur
+
+        play = in_vidur.compare
+    numbers = seeds(Purpose.EVALUATION, traffic)
+    scenario = loaded(name, world)
+    trained = policies_of(folder, name, count, world)
+    rules = [*RULES, *(["lookahead", "tailrace"] if world == "sim" else [])]
+    for label, policy in {**{rule: rule for rule in rules}, **trained}.items():
+        cell = folder / "cells" / world / name / f"{label.replace('/', '-')}.json"
+        if cell.exists():
+            continue
+        found = play(scenario, [policy], numbers, jobs, reference=policy, warmup_fraction=WARMUP)
+        (entry,) = found.entries
+        cell.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(cell) as temporary:
+            temporary.write_text(json.dumps([asdict(run) for run in entry.runs]))
+        print(f"{world} {name} {label}: cost {entry.mean.cost_s:.4f} s", flush=True)
+
+
+def loaded(name: str, world: str) -> Scenario:
+    """Return a scenario as it is judged."""
+    scenario = with_capacity(scenarios.load(name))
+    if world == "vidur":
+        from tailrace.integrations.vidur.limits import nearest
+
+        scenario = with_capacity(nearest(scenario)[0])
+    workload = scenario.workload.model_copy(update={"requests": REQUESTS[world]})
+    return scenario.model_copy(update={"workload": workload})
+
+
+def metrics(run: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of one run that are reported."""
+    told = {"cost_s": run["cost_s"], "e2e_mean_s": run["e2e_s"]["mean"]}
+    for kind in ("ttft", "tpot"):
+        told |= {f"{kind}_{p}_s": run[f"{kind}_s"][p] for p in ("p50", "p90", "p99")}
+    return told | {name: run[name] for name in ("requests_per_s", "imbalance")}
+
+
+COMPARED = ("cost_s", "e2e_mean_s", "ttft_p90_s", "ttft_p99_s")
+
+
+def results(folder: Path, count: int) -> dict[str, Any]:
+    """Put all cells together: means, and ratios to each baseline with paired intervals."""
+    told: dict[str, Any] = {"judged_on": "evaluation seeds", "requests": REQUESTS, "worlds": {}}
+    for world in ("sim", "vidur"):
+        for place in sorted((folder / "cells" / world).glob("*")):
+            runs = {
+                cell.stem: json.loads(cell.read_text()) for cell in sorted(place.glob("*.json"))
+            }
+            if any(rule not in runs for rule in BASELINES):
+                continue
+            values = {}
+            for label, found in runs.items():
+                told_by_run = [metrics(run) for run in found]
+                values[label] = {
+                    m: np.array([one[m] for one in told_by_run]) for m in told_by_run[0]
+                }
+            entries = {}
+            for label, measured in values.items():
+                entry: dict[str, Any] = {m: round(float(v.mean()), 4) for m, v in measured.items()}
+                clone = f"{label.removesuffix('-best')}-clone"
+                entry["against"] = {
+                    other: {m: _rounded(measured[m], values[other][m]) for m in COMPARED}
+                    for other in (*BASELINES, clone)
+                    if label not in RULES and other in values
+                }
+                entries[label] = entry
+            told["worlds"].setdefault(world, {})[place.name] = {
+                "evaluation_seeds": len(next(iter(runs.values()))),
+                "best_rule": min(set(RULES) & set(entries), key=lambda r: entries[r]["cost_s"]),
+                "policies": entries,
+            }  # fmt: skip
+    told["curves"] = {
+        variant: [curve(run_of(folder, variant, seed)) for seed in range(count)]
+        for variant in VARIANTS
+        if all((run_of(folder, variant, seed) / "cpu.json").exists() for seed in range(count))
+    }
+    told["cpu"] = {
+        str(path.parent.name): json.loads(path.read_text())
+        for path in sorted(folder.glob("*/cpu.json"))
+    }
+    told["pairs"] = pairs(told)
+    found = folder / "headroom.json"
+    told["headroom"] = json.loads(found.read_text()) if found.exists() else {}
+    return told
+
+
+def pairs(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Cost of each pair of estimate and objective on the quick scenarios, by seed.
+
+    Geometric mean over the scenarios of the cost against least-outstanding's, and CPU seconds.
+    """
+    places = [told["worlds"].get("sim", {}).get(name, {}).get("policies", {}) for name in QUICK]
+    table = {}
+    for variant in [CLONE, *(f"quick {a} {o}" for a, o in PAIRS)]:
+        scores = []
+        for seed in range(3):
+            label = f"{variant}-{seed}"
+            if all(label in place for place in places):
+                ratios = [p[label]["cost_s"] / p["least_outstanding"]["cost_s"] for p in places]
+                scores.append(round(float(np.exp(np.mean(np.log(ratios)))), 4))
+        if scores:
+            spent = [told["cpu"][f"{variant.replace(' ', '-')}-{k}"]["cpu_s"] for k in range(3)
+                     if f"{variant.replace(' ', '-')}-{k}" in told["cpu"]]  # fmt: skip
+            table[variant] = {"score": scores, "mean": round(float(np.mean(scores)), 4),
+                              "cpu_s": spent}  # fmt: skip
+    return table
+
+
+def measure_headroom(folder: Path) -> None:
+    """Note what the look-ahead wins over the best rule in each chat scenario (training seeds)."""
+    found = {}
+    for name in CHAT:
+        room = headroom(
+            scenarios.load(name), RewardSettings(), players(), seeds(Purpose.TRAINING, 3),
+            decisions=2000,
+        )  # fmt: skip
+        found[name] = {"best_rule": room.best_rule, "teacher": room.teacher.policy,
+                       "share": round(room.teacher.share or 0.0, 4)}  # fmt: skip
+        print(name, found[name], flush=True)
+    (folder / "headroom.json").write_text(json.dumps(found) + "\n")
+
+
+def _rounded(found: np.ndarray, rule: np.ndarray) -> list[float | None]:
+    """Ratio, and the bounds of its interval."""
+    interval = ratio_interval(found, rule)
+    return [None if v is None else round(float(v), 4) for v in asdict(interval).values()]
+
+
+def curve(run: Path) -> dict[str, Any]:
+    """Scores of a run on its validation traffic, and those of the rules."""
+    with (run / "log.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("score")]
+    return {
+        "step": [int(row["step"]) for row in rows],
+        "score": [round(float(row["score"]), 4) for row in rows],
+        "baselines": json.loads((run / "baselines.json").read_text()),
+    }
+
+
+def plot(told: Mapping[str, Any], path: Path) -> None:
+    """Draw the learning curves of all seeds, with the baselines as lines. Needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    variants = [name for name in ("ppo", "from look-ahead", "scratch") if name in told["curves"]]
+    figure, axes = pyplot.subplots(1, len(variants), figsize=(4.4 * len(variants), 3.4))
+    for axis, variant in zip(np.atleast_1d(axes), variants, strict=True):
+        for seed, found in enumerate(told["curves"][variant]):
+            axis.plot(found["step"], found["score"], marker=".", label=f"seed {seed}")
+        for rule, style in zip(BASELINES, (":", "--", "-"), strict=True):
+            score = told["curves"][variant][0]["baselines"][rule]
+            axis.axhline(score, color="grey", linestyle=style, label=rule.replace("_", "-"))
+        axis.set(title=variant, xlabel="update", ylabel="cost / least-outstanding")
+        axis.set_ylim(0.8, 1.6)
+    np.atleast_1d(axes)[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Do one of the steps."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("step", choices=["train", "judge", "headroom", "write"])
+    parser.add_argument("--folder", type=Path, default=Path("runs/ppo-proof"))
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), help="some of the variants")
+    parser.add_argument("--seeds", type=int, default=3, help="training seeds per variant")
+    parser.add_argument("--traffic", type=int, default=8, help="evaluation seeds per scenario")
+    parser.add_argument("--scenarios", nargs="*", default=[], help="judge on these alone")
+    parser.add_argument("--world", choices=["sim", "vidur"], default="sim")
+    parser.add_argument("-j", "--jobs", type=int, default=1)
+    parser.add_argument("-o", "--output", type=Path, default=Path("docs/results/ppo.json"))
+    parser.add_argument("--plot", type=Path, help="draw the learning curves")
+    options = parser.parse_args()
+    if options.step == "train":
+        for seed in range(options.seeds):
+            for variant in options.only:
+                train(options.folder, variant, seed, options.jobs)
+    elif options.step == "judge":
+        for name in options.scenarios or (IN_VIDUR if options.world == "vidur" else IN_SIMULATOR):
+            judge(options.folder, options.world, name, options.seeds, options.traffic, options.jobs)
+    elif options.step == "headroom":
+        measure_headroom(options.folder)
+    else:
+        told = results(options.folder, options.seeds)
+        with atomic_path(options.output) as temporary:
+            temporary.write_text(json.dumps(told, indent=1) + "\n")
+        if options.plot:
+            plot(told, options.plot)
+
+
+if __name__ == "__main__":
+    main()

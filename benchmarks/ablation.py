@@ -40,7 +40,8 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 #: PPO with about the same simulated decisions as four updates of branching.
 PPO: dict[str, Any] = {
-    "method": "ppo",
+    "advantage": "gae",
+    "objective": "clipped",
     "updates": 20,
     "ppo": {"clusters": 48, "decisions": 128, "warmup": 64, "minibatch": 1024, "epochs": 3,
             "learning_rate": 1e-4, "target_kl": 0.01, "kl_stop": True},
@@ -58,7 +59,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "cloning only": [{"updates": 0}],
     "branching": [],
     "GAE": [PPO],
-    "grouped GAE": [PPO, {"ppo": {"group_size": 4}}],
+    "grouped GAE": [PPO, {"advantage": "grouped"}],
     "GAE, decoupled critic": [PPO, {"network": {"decoupled_critic": True}}],
     "GAE, the original's reward": [PPO, ORIGINAL],
     "GAE without cloning": [PPO, {"demonstrations": {"rounds": 0}, "ppo": {"norm_updates": 2}}],

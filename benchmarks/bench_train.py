@@ -31,8 +31,9 @@ from bench_sim import machine
 from tailrace.env.sb3 import RouterVecEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.learn.exploration import ExplorationValues
-from tailrace.learn.improve import minibatch
-from tailrace.learn.improve.ppo import Learner, PpoSettings
+from tailrace.learn.improve import experience
+from tailrace.learn.improve.learner import Learner
+from tailrace.learn.improve.ppo_settings import PpoSettings
 from tailrace.learn.improve.rollout import RolloutTask, collect
 from tailrace.parallel import WorkerPool
 from tailrace.policy.learned.architecture import NetworkConfig
@@ -228,7 +229,7 @@ def passes(turns: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     compiled: Any = torch.compile(lambda network, *given: network(*given), dynamic=False)
     ways: dict[str, Any] = {
-        "fused": minibatch._single,
+        "fused": experience._single,
         "torch": lambda network, *given: network(*given),
         "torch.compile": compiled,
     }
@@ -236,7 +237,7 @@ def passes(turns: int) -> dict[str, Any]:
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM_UPS + turns):
         for name, learner in learners.items():
-            minibatch._single = ways[name]
+            experience._single = ways[name]
             took = seconds(learner.update, time.process_time)
             if turn >= WARM_UPS:
                 taken[name].append(took)

@@ -31,6 +31,7 @@ TRAINING = {
     "branching.reluctance": "branching.logit_margin",
     "branching.keep": "branching.replay_updates",
     "branching.imitation": "branching.imitation_weight",
+    "branching.batch_size": "branching.minibatch",
     "ppo.half_life_s": "ppo.discount_half_life_s",
     "ppo.trace_s": "ppo.gae_lambda_half_life_s",
     "ppo.trace": "ppo.gae_lambda",
@@ -107,6 +108,9 @@ def test_settings_keep_their_names_and_meaning(name, monkeypatch):
     found = dict(flat(read_settings(name).model_dump(mode="json")))
     expected = dict(flat(EXPECTED["settings"][name]))
     assert len(expected) >= 20
+    if method := expected.pop("method", None):  # said the estimate and the objective in one
+        assert found["objective"] == {"ppo": "clipped", "branching": "kl_limited"}[method]
+        assert (found["advantage"] == "branching") == (method == "branching")
     renamed = RENAMED[name]
     assert {path: found.get(renamed.get(path, path)) for path in expected} == expected
 

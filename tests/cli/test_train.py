@@ -41,7 +41,7 @@ warmup = 30
 min_horizon_s = 1.0
 max_horizon_s = 2.0
 epochs = 3
-batch_size = 16
+minibatch = 16
 [evaluation]
 worlds = 1
 requests = 120
@@ -104,12 +104,14 @@ def test_json_is_all_there_is_on_standard_output(run, tiny, tmp_path):
 @pytest.mark.compiled
 def test_settings_win_over_the_file_which_wins_over_the_preset(run, tiny, tmp_path):
     run(
-        "train", *tiny, "--preset", "quick", "--updates", 1, "--set", "method=ppo",
+        "train", *tiny, "--preset", "quick", "--updates", 1,
+        "--set", "advantage=gae", "--set", "objective=clipped",
         "--set", "ppo={clusters=2, decisions=8, chunk=8, minibatch=8, warmup=4}",
         "--set", "demonstrations.rounds=1", "-o", "run", "-q",
     )  # fmt: skip
     given = json.loads((tmp_path / "run" / "settings.json").read_text())
-    assert (given["name"], given["method"], given["updates"]) == ("tiny", "ppo", 1)
+    assert (given["name"], given["updates"]) == ("tiny", 1)
+    assert (given["advantage"], given["objective"]) == ("gae", "clipped")
     assert given["demonstrations"]["rounds"] == 1
     assert given["demonstrations"]["decisions"] == 60
     assert given["branching"]["replay_updates"] == 14  # the preset's
@@ -227,7 +229,7 @@ def test_ctrl_c_before_the_first_step(run, tiny, monkeypatch):
         (["--set", "updates=many"], "updates: Input should be a valid integer"),
         (["--set", "demonstrations.teachers={oracle=1}"], "unknown teacher 'oracle'"),
         (["--set", "evaluation.baselines=['rr']"], "unknown rule 'rr'"),
-        (["--set", "reward.e2e=1"], "needs method = 'ppo'"),
+        (["--set", "reward.e2e=1"], "needs advantage = 'gae' or 'grouped'"),
         (
             ["--from", "round_robin", "--scenario", "demo"],
             "training can start from a trained policy only",

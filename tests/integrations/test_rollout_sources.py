@@ -37,7 +37,8 @@ def test_a_trainer_without_the_source_says_so(tmp_path):
 @pytest.mark.compiled
 def test_200_ppo_steps_in_the_simulator(tmp_path):
     over = {
-        "start": "tailrace", "env": "sim", "method": "ppo", "updates": 2,
+        "start": "tailrace", "env": "sim", "updates": 2,
+        "advantage": "gae", "objective": "clipped",
         "scenarios": [scenario_file(tmp_path, "chat", 12.0)],
         "demonstrations": {"rounds": 0},
         "ppo": {"clusters": 4, "decisions": 32, "minibatch": 64},
@@ -58,7 +59,8 @@ def planned(**over):
         workload={"name": "chat", "rate": 5.0},
         **over.pop("scenario", {}),
     )
-    settings = s.build(SETTINGS, {"scenarios": [scenario], "method": "ppo", **over})
+    ppo = {"advantage": "gae", "objective": "clipped"}
+    settings = s.build(SETTINGS, {"scenarios": [scenario], **ppo, **over})
     return settings, WorldSchedule(settings)
 
 
@@ -94,7 +96,10 @@ def test_what_a_live_router_needs_is_told_at_once(tmp_path, monkeypatch):
     ("options", "message"),
     [
         (("--env", "live"), "env = 'live' needs serve"),
-        (("--env", "live", "--set", "method=branching", "--serve", "x"), "needs method = 'ppo'"),
+        (
+            ("--env", "live", "--set", "advantage=branching", "--serve", "x"),
+            "needs advantage = 'gae'",
+        ),
         (("--serve", "x.toml"), "but env = 'sim'"),
         (("--resume", "runs/x", "--env", "vidur"), "takes no other settings"),
     ],

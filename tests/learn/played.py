@@ -5,7 +5,8 @@ import torch
 
 from policy.networks import small
 from tailrace.learn.exploration import ExplorationValues
-from tailrace.learn.improve.ppo import Learner, PpoSettings
+from tailrace.learn.improve.learner import Learner
+from tailrace.learn.improve.ppo_settings import PpoSettings
 from tailrace.learn.improve.rollout import BootstrapStates, Rollout, behaviour, sample
 from tailrace.policy.learned.network import LOGIT_GAIN, Network
 

@@ -71,7 +71,8 @@ def test_switches_are_logged_and_reach_the_tasks(tmp_path, monkeypatch):
         tmp_path,
         {
             "scenarios": files,
-            "method": "ppo",
+            "advantage": "gae",
+            "objective": "clipped",
             "updates": 3,
             "demonstrations": {"rounds": 1},
             "curriculum": [

@@ -63,7 +63,7 @@ def test_a_file_may_use_the_names(tmp_path):
     path = tmp_path / "theirs.toml"
     path.write_text("scenarios = ['demo']\n[ppo]\nclip_ratio = 0.15\nentropy_coef = 0.02\n")
     with pytest.warns(RenamedSettingWarning):
-        found = s.build(s.read(path) | {"method": "ppo"})
+        found = s.build(s.read(path) | {"advantage": "gae", "objective": "clipped"})
     assert found.ppo.clip_range == 0.15
     assert found.exploration.entropy_start == found.exploration.entropy_end == 0.02
 

@@ -294,7 +294,15 @@ def _board(run):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_everything_is_in_tensorboard(tmp_path):
     stages = [{"name": "a", "updates": 1}, {"name": "b"}]
-    train(tmp_path, {"method": "ppo", "curriculum": stages, "ppo": {"start_kl_weight": 0.1}})
+    train(
+        tmp_path,
+        {
+            "advantage": "gae",
+            "objective": "clipped",
+            "curriculum": stages,
+            "ppo": {"start_kl_weight": 0.1},
+        },
+    )
     board = _board(tmp_path / "run")
     tags = set(board.Tags()["scalars"])
     wanted = {

@@ -25,7 +25,7 @@ def randomise(**over):
     return {"scenarios": [], "randomise": over}
 
 
-PPO = {"method": "ppo"}
+PPO = {"advantage": "gae", "objective": "clipped"}
 LIVE = PPO | {"env": "live", "serve": "router.toml"}
 
 
@@ -37,17 +37,17 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         (randomise(share=0.5), "no scenarios are given for the rest"),
         ({"updates": 0, "demonstrations": {"rounds": 0}}, "there is nothing to do"),
         ({"updates": 100_000}, r"would play 2000060 worlds.*set fewer worlds"),
-        ({"method": "ppo", "updates": 20_000}, "would play 1320060 worlds"),
+        (PPO | {"updates": 20_000}, "would play 1320060 worlds"),
         ({"seed": 900}, "seed: .*less than 900"),
-        ({"reward": {"e2e": 1.0}}, "reward of another kind needs method = 'ppo'"),
-        ({"exploration": {"epsilon_start": 0.1}}, "exploration needs method = 'ppo'"),
+        ({"reward": {"e2e": 1.0}}, "reward of another kind needs advantage = 'gae' or"),
+        ({"exploration": {"epsilon_start": 0.1}}, "epsilon needs advantage = 'gae' or 'grouped'"),
         ({"branching": {"min_horizon_s": 9, "max_horizon_s": 8}}, "min_horizon_s is above"),
         (
             {"branching": {"imitation_weight": 1.0}} | demonstrations(rounds=0),
             "rounds = 0 makes none",
         ),
         (
-            {"method": "ppo", "ppo": {"imitation_weight": 1.0}} | demonstrations(rounds=0),
+            PPO | {"ppo": {"imitation_weight": 1.0}} | demonstrations(rounds=0),
             "ppo.imitation_weight mixes demonstrations in",
         ),
         ({"curriculum": [STAGE | {"scenarios": ["mixed-speed"]}]}, "a names 'mixed-speed'"),
@@ -73,16 +73,25 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         ({"update": 3}, "unknown setting 'update'; did you mean updates"),
         ({"network": {"prior": "lmetrik"}}, "unknown rule for a prior 'lmetrik'"),
         ({"network": {"heads": 3}}, "no multiple of heads"),
-        ({"method": "ppo", "ppo": {"minibatch": 10**6}}, "minibatch = 1000000 is more than"),
-        ({"method": "ppo", "ppo": {"target_kl": 0.1}}, "target_kl does nothing by itself"),
-        ({"method": "ppo", "exploration": {"pulse_patience": 2}}, "set pulse_factor above 1"),
-        ({"method": "dqn"}, "method: .*'branching' or 'ppo'"),
-        ({"env": "vidur"}, "env = 'vidur' needs method = 'ppo': only the simulator can be copied"),
+        (PPO | {"ppo": {"minibatch": 10**6}}, "minibatch = 1000000 is more than"),
+        (PPO | {"ppo": {"target_kl": 0.1}}, "target_kl does nothing by itself"),
+        (PPO | {"exploration": {"pulse_patience": 2}}, "set pulse_factor above 1"),
+        ({"method": "dqn"}, "method is now `advantage`"),
+        ({"method": "ppo", **PPO}, "leave method out"),
+        ({"advantage": "grouped", "ppo": {"group_size": 1}}, "set ppo.group_size to 2 or more"),
+        (
+            {"advantage": "grouped", "ppo": {"clusters": 10}},
+            "ppo.group_size = 4 does not divide ppo.clusters = 10",
+        ),
+        (
+            {"env": "vidur"},
+            "env = 'vidur' needs advantage = 'gae' or 'grouped': only the simulator",
+        ),
         ({"serve": "router.toml"}, "settings of a live router, but env = 'sim'"),
         (PPO | {"env": "live"}, "env = 'live' needs serve: the settings of the router"),
         (
-            LIVE | {"ppo": {"group_size": 2}},
-            "env = 'live' has one cluster.*ppo.group_size must be 1",
+            LIVE | {"advantage": "grouped"},
+            "env = 'live' has one cluster.*needs advantage = 'gae'",
         ),
         (LIVE | {"curriculum": [STAGE]}, "env = 'live' takes requests as they come"),
         (
@@ -117,8 +126,25 @@ def test_the_last_stage_and_stages_with_a_score_need_no_number_of_updates():
     assert [stage.name for stage in build(curriculum=stages).curriculum] == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("given", "advantage", "objective"),
+    [
+        ({"method": "branching"}, "branching", "kl_limited"),
+        ({"method": "ppo"}, "gae", "clipped"),
+        ({"method": "ppo", "ppo": {"group_size": 4}}, "grouped", "clipped"),
+    ],
+)
+def test_method_goes_on_working_with_a_warning(given, advantage, objective):
+    with pytest.warns(RenamedSettingWarning, match="^setting method is now advantage and"):
+        found = s.build({"scenarios": ["uniform-chat-80"], **given})
+    assert (found.advantage, found.objective) == (advantage, objective)
+    assert found.group == (4 if advantage == "grouped" else 1)
+
+
 def test_presets_are_sound_and_named():
-    assert s.preset_names() == ["finetune", "full", "polish", "quick", "tail"]
+    assert s.preset_names() == [
+        "finetune", "full", "polish", "ppo", "ppo-scratch", "ppo-vidur", "quick", "tail",
+    ]  # fmt: skip
     for name in s.preset_names():
         own = {"start": "tailrace"} if name in ("finetune", "polish", "tail") else {}
         if name == "finetune":

@@ -13,6 +13,8 @@ from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation, ValidationResult  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
 
+PPO = {"advantage": "gae", "objective": "clipped"}
+
 RULE = ("lmetric", 0.8)
 #: Scores of a policy that a run is made to believe in, one after the other.
 GOOD, BAD = 0.5, 2.0
@@ -94,7 +96,7 @@ def test_a_run_behind_a_rule_is_stopped_with_its_best_policy_kept(tmp_path, scor
 def test_a_red_flag_starts_a_pulse(tmp_path, scored):
     scored(GOOD, GOOD, GOOD, BAD, GOOD, GOOD)
     over = {
-        "method": "ppo",
+        **PPO,
         "updates": 4,
         "exploration": {"pulse_factor": 3.0, "pulse_updates": 1, "pulse_decay": 0.5},
     }
@@ -111,8 +113,8 @@ def test_a_red_flag_starts_a_pulse(tmp_path, scored):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("method", ["branching", "ppo"])
-def test_weights_that_are_no_numbers_stop_the_run_and_spoil_no_file(tmp_path, method):
+@pytest.mark.parametrize("over", [{}, PPO], ids=["branching", "ppo"])
+def test_weights_that_are_no_numbers_stop_the_run_and_spoil_no_file(tmp_path, over):
     class Poison(Noted):
         """Spoils the weights after cloning."""
 
@@ -121,7 +123,7 @@ def test_weights_that_are_no_numbers_stop_the_run_and_spoil_no_file(tmp_path, me
                 with torch.no_grad():
                     trainer.network.scorer.output.weight[:] = torch.nan
 
-    trainer = Trainer(tmp_path / "run", settings(tmp_path, {"method": method}), 1, Poison())
+    trainer = Trainer(tmp_path / "run", settings(tmp_path, over), 1, Poison())
     with pytest.raises(TailraceError, match=r"not finite|no number|is nan"):
         trainer.run()
     for name in ("best", "last"):
@@ -133,7 +135,7 @@ def test_weights_that_are_no_numbers_stop_the_run_and_spoil_no_file(tmp_path, me
 
 @pytest.mark.compiled
 def test_an_absurd_learning_rate_is_survived_or_told(tmp_path):
-    over = {"method": "ppo", "updates": 3, "ppo": {"learning_rate": 1e30, "max_grad_norm": 1e30}}
+    over = {**PPO, "updates": 3, "ppo": {"learning_rate": 1e30, "max_grad_norm": 1e30}}
     with pytest.raises(TailraceError, match=r"finite|runs away|nan|no number"):
         train(tmp_path, over)
     assert checkpoint.load(tmp_path / "run" / "last.tailrace").about["training"]["step"] == 1
@@ -142,7 +144,7 @@ def test_an_absurd_learning_rate_is_survived_or_told(tmp_path):
 @pytest.mark.compiled
 def test_a_dead_reward_stops_the_run_at_its_first_update(tmp_path):
     with pytest.raises(TailraceError, match="the reward is dead"):
-        train(tmp_path, {"method": "ppo", "reward": {"bound": 1e-12}})
+        train(tmp_path, {**PPO, "reward": {"bound": 1e-12}})
     assert len(log(tmp_path / "run")) == 2
 
 
@@ -169,7 +171,7 @@ def test_the_verdict_on_a_run():
 
 @pytest.mark.compiled
 def test_the_verdict_is_written_and_survives_resuming(tmp_path):
-    outcome = train(tmp_path, {"method": "ppo"})
+    outcome = train(tmp_path, {**PPO})
     written = json.loads((tmp_path / "run" / "health.json").read_text())
     assert [check["name"] for check in written] == [check.name for check in outcome.health]
     assert {"few clipped ratios", "the reward is alive"} < {check["name"] for check in written}

@@ -16,7 +16,7 @@ from learn.tiny import (  # noqa: E402
     train,
 )
 from tailrace.errors import TailraceError  # noqa: E402
-from tailrace.learn.imitate import fit  # noqa: E402
+from tailrace.learn.improve.learner import Learner  # noqa: E402
 from tailrace.learn.samples import Samples, write_samples  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation  # noqa: E402
@@ -38,7 +38,8 @@ BRANCHING = {
     "curriculum": [{"name": "easy", "load": 0.5, "updates": 1}, {"name": "hard"}],
 }
 PPO = {
-    "method": "ppo",
+    "advantage": "grouped",
+    "objective": "clipped",
     "updates": 3,
     "network": {"memory": 3, "decoupled_critic": True, "prior": "load_aware"},
     "ppo": {
@@ -60,6 +61,13 @@ PPO = {
 
 
 VARIANTS = {"branching": BRANCHING, "ppo": PPO}
+#: The estimate and the objective of each, alone.
+PLAIN = {
+    "branching": {"advantage": "branching", "objective": "kl_limited"},
+    "ppo": {"advantage": "gae", "objective": "clipped"},
+    "clipped branching": {"advantage": "branching", "objective": "clipped"},
+    "KL-limited rollouts": {"advantage": "gae", "objective": "kl_limited"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +221,15 @@ def test_evaluations_and_checkpoints_by_their_intervals(tmp_path):
     assert kept == ["000000", "000003", "000005"]
 
 
-@pytest.mark.parametrize("method", VARIANTS)
+@pytest.mark.parametrize("method", PLAIN)
 def test_from_random_weights_and_cloning_only(tmp_path, method):
-    over = {"method": method, "demonstrations": {"rounds": 0}, "updates": 1}
+    over = {**PLAIN[method], "demonstrations": {"rounds": 0}, "updates": 1}
     train(tmp_path, over)
-    assert [row["phase"] for row in log(tmp_path / "run")] == [method]
+    section = "branching" if "branching" in method else "ppo"
+    assert [row["phase"] for row in log(tmp_path / "run")] == [section]
     other = tmp_path / "other"
     other.mkdir()
-    train(other, {"method": method, "updates": 0})
+    train(other, {**PLAIN[method], "updates": 0})
     assert [row["phase"] for row in log(other / "run")] == ["clone", "clone"]
 
 
@@ -228,7 +237,7 @@ def test_from_random_weights_and_cloning_only(tmp_path, method):
 def test_randomised_worlds_beside_a_scenario_and_resumed(tmp_path, method, monkeypatch):
     """Capacities are measured once: they belong to the state."""
     random = {"workloads": {"chat": 1}, "replicas": [2, 4], "share": 0.5, "failures": 1.0}
-    over = {"method": method, "randomise": random, "evaluation": {"randomised": 2}}
+    over = {**PLAIN[method], "randomise": random, "evaluation": {"randomised": 2}}
     given = settings(tmp_path, over)
     Trainer(tmp_path / "whole", given, 1).run()
     with pytest.raises(Stopped):
@@ -243,20 +252,20 @@ def test_randomised_worlds_beside_a_scenario_and_resumed(tmp_path, method, monke
 def test_imitation_fades_and_weighs(tmp_path, monkeypatch):
     """Lessons are there as long as they weigh anything, and their weight falls evenly."""
     weights = []
-    real = fit.improve
+    real = Learner._epoch
 
-    def improve(network, groups, **options):
-        weights.append((options["imitation_weight"], sum(map(len, options["demonstrations"]))))
-        return real(network, groups, **options)
+    def epoch(learner, groups, context):
+        weights.append((context.imitation_weight, sum(map(len, context.demonstrations))))
+        return real(learner, groups, context)
 
-    monkeypatch.setattr("tailrace.learn.improve.improvement.fit.improve", improve)
-    over = {"updates": 3, "branching": {"imitation_weight": 0.8, "imitation_updates": 2}}
-    train(tmp_path, over)
+    monkeypatch.setattr(Learner, "_epoch", epoch)
+    once = {"branching": {"imitation_weight": 0.8, "imitation_updates": 2, "epochs": 1}}
+    train(tmp_path, {"updates": 3, **once})
     assert weights == [(0.8, 240), (0.4, 240), (0.0, 240)]
     weights.clear()
     other = tmp_path / "other"
     other.mkdir()
-    train(other)
+    train(other, {"branching": {"epochs": 1}})
     assert weights == [(0.0, 0)] * 2
 
 
@@ -317,7 +326,7 @@ def test_files_need_a_round_to_be_learnt_from(tmp_path):
 
 
 def test_a_run_whose_normaliser_nothing_teaches_is_told(tmp_path):
-    scratch = {"demonstrations": {"rounds": 0}, "method": "ppo"}
+    scratch = {"demonstrations": {"rounds": 0}, **PLAIN["ppo"]}
     (caution,) = settings(tmp_path, scratch).cautions
     assert "nothing teaches the normaliser" in caution
     assert settings(tmp_path, scratch | {"ppo": {"norm_updates": 3}}).cautions == []

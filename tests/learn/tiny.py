@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
     },
     "branching": {
         "worlds": 2, "states": 4, "gap": 8, "warmup": 30, "max_horizon_s": 2.0, "epochs": 3,
-        "batch_size": 16,
+        "minibatch": 16,
     },
     "ppo": {
         "clusters": 4, "decisions": 16, "warmup": 8, "chunk": 8, "minibatch": 32, "epochs": 2,

@@ -23,8 +23,9 @@ VIDUR_REQUESTS, VIDUR_WORLDS = 500, 2
 @options.command("train")
 @option(
     "--preset", metavar="NAME",
-    help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores) or full (the "
-    "general policy, under 2 hours) or, with --from, finetune, polish or tail. "
+    help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores), full (the "
+    "general policy, under 2 hours), ppo (clone simple rules, then PPO), ppo-scratch, ppo-vidur "
+    "or, with --from, finetune, polish or tail. "
     "[default: quick]",
 )  # fmt: skip
 @option(
@@ -50,7 +51,7 @@ VIDUR_REQUESTS, VIDUR_WORLDS = 500, 2
 )  # fmt: skip
 @option(
     "--env", type=click.Choice(["sim", "vidur", "live"]),
-    help="World to improve the policy in by PPO: the simulator, real Vidur, or the requests of a "
+    help="World to improve the policy in: the simulator, real Vidur, or the requests of a "
     "live router (--serve). [default: sim]",
 )  # fmt: skip
 @option(
@@ -152,12 +153,13 @@ def command(
             files = [str(path.resolve()) for path in demonstrations]
             over = merged(over, {"demonstrations": {"files": files}})
         data = merged(data, over)
-        if data.get("env", "sim") != "sim":
-            data.setdefault("method", "ppo")  # the only one there
         if vidur.arguments:
             _evaluate_less(data)
         for text in assignments:
             s.assign(data, *assignment(text))
+        if data.get("env", "sim") != "sim" and "method" not in data:
+            data.setdefault("advantage", "gae")  # only the simulator can be copied for branching
+            data.setdefault("objective", "clipped")
         output = output or Path("runs") / f"{data['name']}-{data.get('seed', 0)}"
         notes: list[str] = []
         if vidur.arguments:

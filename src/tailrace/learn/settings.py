@@ -13,7 +13,13 @@ from tailrace.env.reward import RewardSettings
 from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 from tailrace.learn import other_names
 from tailrace.learn.exploration import ExplorationSettings
-from tailrace.learn.improve.ppo_settings import PpoSettings
+from tailrace.learn.improve.ppo_settings import (
+    RENAMED,
+    LearningRate,
+    LearningSettings,
+    Objective,
+    PpoSettings,
+)
 from tailrace.learn.randomisation import RandomisationSettings, Share
 from tailrace.policy import registry, shipped
 from tailrace.policy.learned.architecture import NetworkConfig
@@ -33,7 +39,6 @@ START = "start"
 
 Count = Annotated[int, Field(ge=1, le=10_000_000)]
 Weight = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
-LearningRate = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 
 
 class DemonstrationSettings(Settings):
@@ -102,15 +107,17 @@ class DemonstrationSettings(Settings):
         return self
 
 
-class BranchingSettings(Settings):
-    """Improvement by trying several choices in copies of a cluster, all else being equal."""
+class BranchingSettings(LearningSettings):
+    """Several choices tried in copies of a cluster, all else equal (advantage = branching)."""
 
+    SECTION: ClassVar = "branching"
     RENAMED: ClassVar = {
         "shortest_s": "min_horizon_s",
         "longest_s": "max_horizon_s",
+        "batch_size": "minibatch",
         "reluctance": "logit_margin",
         "keep": "replay_updates",
-        "imitation": "imitation_weight",
+        **RENAMED,
     }
 
     worlds: Count = 20
@@ -141,20 +148,22 @@ class BranchingSettings(Settings):
     whoever waits long counts for more. Also when checkpoints and teachers are compared."""
     replay_updates: Count = 6
     """Updates whose samples are learnt from."""
-    kl_limit: Positive = 0.03
-    """Mean KL divergence of the target from the policy, nats."""
     epochs: Count = 20
     """Passes over the samples per update."""
-    batch_size: Count = 256
-    """Samples per step."""
+    minibatch: Count = 256
+    """Samples per gradient step."""
     learning_rate: LearningRate = 1e-3
-    """Of every update; each has an optimiser of its own."""
+    """Step size of Adam. The KL-limited objective uses a new optimiser in every update."""
+    learning_rate_schedule: Literal["constant", "linear", "cosine"] = "linear"
+    """How the learning rate goes to `final_learning_rate` over the updates of a run."""
     final_learning_rate: LearningRate = 1e-3
-    """At the last update; goes there evenly."""
-    imitation_weight: Weight = 0.0
-    """Weight of the imitation loss at the first update; fades out over `imitation_updates`."""
+    """Learning rate of the last update, unless the schedule is constant."""
+    max_grad_norm: Positive = 1.0
+    """Largest norm of a gradient."""
     imitation_updates: Count = 10
-    """Updates over which it fades."""
+    """Updates over which the imitation loss fades to nothing."""
+    imitation_batch_size: Count | None = None
+    """Demonstrations per gradient step; none: as many as `minibatch`."""
 
 
 class Stage(Settings):
@@ -243,8 +252,13 @@ class TrainSettings(Settings):
     """Train on randomised worlds, besides the scenarios or instead of them."""
     network: NetworkConfig = NetworkConfig()
     demonstrations: DemonstrationSettings = DemonstrationSettings()
-    method: Literal["branching", "ppo"] = "branching"
-    """How the clone is improved."""
+    advantage: Literal["gae", "grouped", "branching"] = "branching"
+    """How advantages are estimated: from rollouts by generalised advantage estimation (gae), the
+    same compared with other rollouts of the same requests (grouped), or by trying several choices
+    in copies of the cluster (branching)."""
+    objective: Objective = "kl_limited"
+    """What an update maximises: the clipped surrogate of PPO, or a target policy at a limited KL
+    divergence."""
     env: Literal["sim", "vidur", "live"] = "sim"
     """World that PPO plays in: the simulator, real Vidur, or the requests of a live router. Cloning
     is in the simulator always, and so is evaluation unless `vidur` has arguments."""
@@ -275,16 +289,49 @@ class TrainSettings(Settings):
     def seeds_needed(self) -> int:
         """Most training seeds the run can use up; each is played once."""
         per_update = self.branching.worlds
-        if self.method == "ppo":
-            per_update = self.ppo.clusters // self.ppo.group_size + ROLLOUT_TASKS
+        if self.advantage != "branching":
+            per_update = self.ppo.clusters // self.group + ROLLOUT_TASKS
         cloning = self.demonstrations.rounds * self.demonstrations.worlds
         return cloning + self.updates * per_update
+
+    @property
+    def learning(self) -> BranchingSettings | PpoSettings:
+        """Settings of the learner: each kind of experience has its own."""
+        return self.branching if self.advantage == "branching" else self.ppo
+
+    @property
+    def group(self) -> int:
+        """Clusters of rollouts that play the same requests."""
+        return self.ppo.group_size if self.advantage == "grouped" else 1
 
     def reward_of(self, stage: Stage | None) -> RewardSettings:
         """Return the reward in a stage of the curriculum."""
         if stage is None or stage.late_weight is None:
             return self.reward
         return self.reward.model_copy(update={"late": stage.late_weight})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_method(cls, data: Any) -> Any:
+        """Translate the former setting ``method``, which said estimate and objective in one."""
+        if not isinstance(data, Mapping) or "method" not in data:
+            return data
+        rest = {name: value for name, value in data.items() if name != "method"}
+        if "advantage" in rest or "objective" in rest:
+            raise ValueError("method is now `advantage` and `objective`: leave method out")
+        if data["method"] not in ("branching", "ppo"):
+            raise ValueError("method is now `advantage` (gae, grouped or branching)")
+        text = "setting method is now advantage and objective; the old name still works"
+        warnings.warn(text, RenamedSettingWarning, stacklevel=1)
+        if data["method"] == "branching":
+            return rest | {"advantage": "branching", "objective": "kl_limited"}
+        ppo = rest.get("ppo", {})
+        group = 1
+        if isinstance(ppo, Mapping):
+            group = ppo.get("group_size", ppo.get("group", 1))
+            rest["ppo"] = {name: value for name, value in ppo.items() if name != "group"}
+            rest["ppo"]["group_size"] = group
+        return rest | {"advantage": "grouped" if group != 1 else "gae", "objective": "clipped"}
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -310,21 +357,21 @@ class TrainSettings(Settings):
                 f"the run would play {self.seeds_needed} worlds, but has traffic for "
                 f"{SEEDS_PER_RUN}; set fewer worlds, clusters or updates"
             )
-        improvement = self.branching if self.method == "branching" else self.ppo
-        if improvement.imitation_weight > 0 and self.demonstrations.rounds == 0:
+        if self.learning.imitation_weight > 0 and self.demonstrations.rounds == 0:
             raise ValueError(
-                f"{self.method}.imitation_weight mixes demonstrations in, but "
+                f"{self.learning.SECTION}.imitation_weight mixes demonstrations in, but "
                 "demonstrations.rounds = 0 makes none"
             )
-        if self.method == "branching" and self.reward != RewardSettings():
+        if self.advantage == "grouped" and self.group < 2:
             raise ValueError(
-                "branching counts the composite cost itself: a reward of another kind needs "
-                "method = 'ppo'"
+                "advantage = 'grouped' compares clusters: set ppo.group_size to 2 or more"
             )
-        if self.method == "branching" and self.exploration != ExplorationSettings():
+        if self.ppo.clusters % self.group:
             raise ValueError(
-                "branching tries all candidates anyway: exploration needs method = 'ppo'"
+                f"ppo.group_size = {self.group} does not divide ppo.clusters = {self.ppo.clusters}"
             )
+        if self.advantage == "branching":
+            self._check_branching()
         self._check_env()
         if self.branching.min_horizon_s > self.branching.max_horizon_s:
             raise ValueError("branching.min_horizon_s is above branching.max_horizon_s")
@@ -337,8 +384,6 @@ class TrainSettings(Settings):
         for stage in self.curriculum[:-1]:
             if stage.updates is None and stage.until_score is None:
                 raise ValueError(f"stage {stage.name} never ends, but others follow it")
-        if self.method == "branching" and any(s.late_weight is not None for s in self.curriculum):
-            raise ValueError("late_weight belongs to the reward, which needs method = 'ppo'")
         return self
 
     @property
@@ -353,6 +398,28 @@ class TrainSettings(Settings):
         )
         return [caution]
 
+    def _check_branching(self) -> None:
+        """Raise if something is set that only rollouts have."""
+        if self.reward != RewardSettings():
+            raise ValueError(
+                "branching counts the composite cost itself: a reward of another kind needs "
+                "advantage = 'gae' or 'grouped'"
+            )
+        drawn = {"temperature_", "pulse_", "epsilon_"}
+        if any(
+            getattr(self.exploration, name) != field.default
+            for name, field in ExplorationSettings.model_fields.items()
+            if any(name.startswith(part) for part in drawn)
+        ):
+            raise ValueError(
+                "branching tries all candidates anyway: exploration by temperature, pulses or "
+                "epsilon needs advantage = 'gae' or 'grouped'"
+            )
+        if any(s.late_weight is not None for s in self.curriculum):
+            raise ValueError(
+                "late_weight belongs to the reward, which needs advantage = 'gae' or 'grouped'"
+            )
+
     def _check_env(self) -> None:
         """Raise if the world cannot be played in like this."""
         if self.serve and self.env != "live":
@@ -365,10 +432,10 @@ class TrainSettings(Settings):
         if self.env == "sim":
             return
         where = f"env = '{self.env}'"
-        if self.method != "ppo":
+        if self.advantage == "branching":
             raise ValueError(
-                f"{where} needs method = 'ppo': only the simulator can be copied, and branching "
-                "tries choices in copies"
+                f"{where} needs advantage = 'gae' or 'grouped': only the simulator can be copied, "
+                "and branching tries choices in copies"
             )
         if self.reward.rule is not None:
             raise ValueError(
@@ -381,9 +448,9 @@ class TrainSettings(Settings):
             return
         if not self.serve:
             raise ValueError(f"{where} needs serve: the settings of the router, a TOML file")
-        if self.ppo.group_size > 1:
+        if self.advantage == "grouped":
             raise ValueError(
-                f"{where} has one cluster: requests come once, so ppo.group_size must be 1"
+                f"{where} has one cluster, and requests come once: it needs advantage = 'gae'"
             )
         if self.curriculum:
             raise ValueError(f"{where} takes requests as they come: there is no curriculum")

@@ -20,7 +20,7 @@ from tailrace.learn import stopping
 from tailrace.learn.curriculum import Curriculum
 from tailrace.learn.exploration import Exploration
 from tailrace.learn.imitate import fit, sketch
-from tailrace.learn.improve.improvement import Branching, Improvement, Ppo
+from tailrace.learn.improve.improvement import Improvement
 from tailrace.learn.improve.rollout_source import (
     RolloutSource,
     RolloutSourceFactory,
@@ -172,7 +172,7 @@ class Trainer:
         if step < rounds:
             metrics: dict[str, Any] = {"phase": "clone", **self._clone(step)}
         else:
-            metrics = {"phase": self.settings.method, **self._update(step - rounds)}
+            metrics = {"phase": self.settings.learning.SECTION, **self._update(step - rounds)}
             self._rows.append({k: v for k, v in metrics.items() if isinstance(v, float)})
         if stage_before is not None:
             metrics |= {"stage": stage_before.name, "curriculum/stage": number}
@@ -194,7 +194,7 @@ class Trainer:
         self.watcher.step(step + 1, self.settings.steps, metrics)
 
     def _update(self, number: int) -> dict[str, float]:
-        self.watcher.phase(self.settings.method)
+        self.watcher.phase(self.settings.learning.SECTION)
         if self._improvement is None:
             self._improvement = self._start_improvement()
         rng = torch.Generator().manual_seed(self._seed("updates", number))
@@ -206,9 +206,14 @@ class Trainer:
         return {"loss": metrics["policy_loss"], **metrics}
 
     def _start_improvement(self) -> Improvement:
-        if self.settings.method == "branching":
-            return Branching(self.network, self.schedule, self.workers, self._first_update_seed)
-        return Ppo(self.network, self.settings, self._source, self.workers, self.exploration)
+        return Improvement(
+            self.network,
+            self.schedule,
+            self._source,
+            self.workers,
+            self.exploration,
+            self._first_update_seed,
+        )
 
     def _rollout_source(self, others: Mapping[str, RolloutSourceFactory]) -> RolloutSource:
         """Return where PPO plays; raises if it cannot play there."""
@@ -299,7 +304,7 @@ class Trainer:
 
     def _uses_demonstrations(self, number: int) -> bool:
         s = self.settings
-        weights = s.ppo if s.method == "ppo" else s.branching
+        weights = s.learning
         wanted = weights.imitation_weight > 0 and number < weights.imitation_updates
         return wanted and s.demonstrations.rounds > 0
 

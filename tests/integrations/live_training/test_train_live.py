@@ -132,7 +132,8 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
     async def test() -> list[Any]:
         async with Emulator(cluster, time_scale=SCALE) as emulator:
             over = {
-                "start": "tailrace", "env": "live", "method": "ppo", "updates": UPDATES,
+                "start": "tailrace", "env": "live", "advantage": "gae",
+                "objective": "clipped", "updates": UPDATES,
                 "serve": str(router_file(tmp_path, emulator.urls, port, f"127.0.0.1:{admin}")),
                 "scenarios": [SCENARIO],
                 "demonstrations": {"rounds": 0},

@@ -23,7 +23,7 @@ pytestmark = [
 
 #: Enough tasks for both workers.
 BRANCHING = {"branching": {"worlds": 4}, "demonstrations": {"worlds": 4}}
-PPO = {"method": "ppo"}
+PPO = {"advantage": "gae", "objective": "clipped"}
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_what_nobody_waits_for_is_stopped(cluster, tmp_path):
 
 @pytest.mark.parametrize("over", [BRANCHING, PPO], ids=["branching", "ppo"])
 def test_a_run_is_the_same_as_with_processes_here(folder, over):
-    name = over.get("method", "branching")
+    name = over.get("advantage", "branching")
     Trainer(folder / f"{name}-here", settings(folder, over), 1).run()
     with running_on(RayPool):
         Trainer(folder / f"{name}-ray", settings(folder, over), 1).run()

@@ -28,7 +28,7 @@ def test_ranges_are_kept_to_and_used_in_full():
     drawn = values("branching.kl_limit=uniform(0.0, 1)")
     assert 0.4 < sum(drawn) / len(drawn) < 0.6
     assert set(values("branching.epochs=int(4,6)")) == {4, 5, 6}
-    assert set(values("method=choice('ppo', \"branching\")")) == {"ppo", "branching"}
+    assert set(values("advantage=choice('gae', \"branching\")")) == {"gae", "branching"}
     assert values("x=log(0.12345678,0.12345678)", 1) == [0.12345678]
 
 

@@ -90,7 +90,8 @@ def test_200_ppo_steps_from_the_shipped_policy(tmp_path):
     from tailrace.policy.learned import checkpoint
 
     over = {
-        "start": "tailrace", "env": "vidur", "method": "ppo", "updates": 2,
+        "start": "tailrace", "env": "vidur", "advantage": "grouped",
+        "objective": "clipped", "updates": 2,
         "scenarios": [SCENARIO.model_dump(mode="json")],
         "demonstrations": {"rounds": 0},
         "ppo": {"clusters": 4, "group_size": 2, "decisions": 32, "warmup": 8, "minibatch": 64},

@@ -3,13 +3,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from policy.networks import random_tensors  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
 from tailrace.learn.imitate.fit import (  # noqa: E402
     ImitationDataset,
+    ObservationBatch,
     imitate,
-    improve,
-    log_policy_of,
     minibatches,
 )
 from tailrace.learn.samples import Samples  # noqa: E402
@@ -19,7 +17,6 @@ from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATUR
 
 torch.set_num_threads(1)
 CLONING = {"epochs": 10, "batch_size": 128, "learning_rate": 1e-2, "temperature_s": 0.1}
-IMPROVING = {"kl_limit": 0.03, "epochs": 12, "batch_size": 128, "learning_rate": 4e-3}
 
 
 def toy(rows: int = 600, replicas: int = 4, seed: int = 0) -> Samples:
@@ -46,7 +43,8 @@ def rng() -> torch.Generator:
 
 
 def regret(network: Network, samples: Samples) -> float:
-    log_policy = log_policy_of(network, samples)
+    with torch.no_grad():
+        log_policy = ObservationBatch.of(samples).log_policy(network)
     log_policy = log_policy.masked_fill(torch.from_numpy(~samples.mask), -torch.inf)
     choice = log_policy.argmax(-1).numpy()
     return float(samples.regrets()[np.arange(len(samples)), choice].mean())
@@ -83,70 +81,8 @@ def test_imitation_finds_the_cheap_choice_in_clusters_of_any_size():
     assert after[1] < 0.35 * before[1]
 
 
-def test_improvement_raises_the_advantage_and_keeps_to_its_limit():
-    network, samples = fresh_network(), toy()
-    told = improve(network, [samples, toy(replicas=3, seed=4)], rng=rng(), **IMPROVING)
-    assert told["gain"] > 0.05
-    assert 0.005 < told["kl"] < 0.06
-    assert told["eta"] > 0
-    assert 0 < told["entropy_fraction"] < 1
-    wider = improve(fresh_network(), [samples], rng=rng(), **IMPROVING | {"kl_limit": 0.3})
-    assert wider["kl"] > 2 * told["kl"]
-
-
-def test_choices_that_were_not_tried_keep_their_share():
-    network, samples = fresh_network(), toy()
-    samples.mask[:] = True
-    samples.tried[:] = [True, True, True, False]
-    before = log_policy_of(network, samples).exp()[:, 3].mean()
-    improve(network, [samples], rng=rng(), **IMPROVING)
-    after = log_policy_of(network, samples).exp()[:, 3].mean()
-    assert float(after) == pytest.approx(float(before), abs=0.02)
-
-
-def test_demonstrations_hold_an_update_back_by_their_weight():
-    """The teacher wants the opposite of what branches say."""
-    samples, opposite = toy(300), toy(300)
-    opposite.costs[:] = -opposite.costs
-    datasets = [ImitationDataset.of(opposite, 0.1)]
-    gains = [
-        improve(
-            fresh_network(), [samples], rng=rng(), demonstrations=datasets, imitation_weight=weight,
-            **IMPROVING,
-        )["gain"]
-        for weight in (0.0, 0.02, 1.0)
-    ]  # fmt: skip
-    assert gains[0] > gains[1] > gains[2]
-    assert gains[2] < 0
-    alone = improve(fresh_network(), [samples], rng=rng(), **IMPROVING)["gain"]
-    assert alone == gains[0]
-
-
-def test_equal_choices_are_nothing_to_learn_from():
-    samples = toy()
-    samples.costs[:] = 1.0
-    with pytest.raises(TailraceError, match=r"no choice makes any difference.*raise the load"):
-        improve(fresh_network(), [samples], rng=rng(), **IMPROVING)
-
-
 def test_a_loss_that_is_no_number_stops_the_fit_and_says_what_to_do():
     poisoned = toy()
     poisoned.replica_obs[3, 0, 0] = np.nan
     with pytest.raises(TailraceError, match=r"loss of cloning is nan: lower its learning_rate"):
         imitate(fresh_network(), [poisoned], rng=rng(), **CLONING)
-    with pytest.raises(TailraceError, match=r"loss of branching is nan.*--resume"):
-        improve(fresh_network(), [poisoned], rng=rng(), **IMPROVING)
-
-
-def test_memory_and_prior_belong_to_what_is_seen():
-    network = fresh_network(memory=3, prior="load_aware")
-    network.load_tensors(random_tensors(network.config))
-    made = toy(rows=4)
-    samples = Samples(**{**made.arrays(), "memory": np.zeros((4, 3), np.float32)})
-    samples.mask[:] = True
-    plain = log_policy_of(network, samples)
-    samples.memory[:] = 5.0
-    remembering = log_policy_of(network, samples)
-    assert (remembering != plain).any()
-    samples.prior[:, 1] = 3.0  # a high score is a bad one
-    assert (log_policy_of(network, samples)[:, 1] < remembering[:, 1] - 1).all()

@@ -1,4 +1,4 @@
-"""One update, by either method, on a network of its own; the trainer's part is in test_trainer."""
+"""One update on a network of its own; the trainer's part is in test_trainer."""
 
 from dataclasses import replace
 
@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 from learn.tiny import scenario_file, settings  # noqa: E402
 from tailrace.errors import TailraceError  # noqa: E402
 from tailrace.learn.exploration import Exploration  # noqa: E402
-from tailrace.learn.improve import improvement, rollout_source  # noqa: E402
-from tailrace.learn.improve.improvement import Branching, Ppo  # noqa: E402
+from tailrace.learn.improve import branches, rollout_source  # noqa: E402
+from tailrace.learn.improve.improvement import Improvement  # noqa: E402
 from tailrace.learn.improve.rollout_source import SimulatorRollouts  # noqa: E402
 from tailrace.learn.world_schedule import WorldSchedule  # noqa: E402
 from tailrace.parallel import WorkerPool  # noqa: E402
@@ -24,21 +24,20 @@ torch.set_num_threads(1)
 
 WORKERS = WorkerPool(1)
 CAPACITIES = (("chat", 8.0),)
+PPO = {"advantage": "gae", "objective": "clipped"}
 RANDOM = {"scenarios": [], "randomise": {"workloads": {"chat": 1}, "replicas": [2, 6]}}
 
 
 def make(folder, over=None, capacities=()):
     """An improvement of a fresh network, and the network."""
-    if (over or {}).get("method") == "ppo":  # whose episodes are many, and chat is quickly made
+    if (over or {}).get("objective") == "clipped":  # many episodes, and chat is quickly made
         over = {"scenarios": [scenario_file(folder, "chat", 12.0)], **over}
     schedule = WorldSchedule(settings(folder, over), capacities)
     torch.manual_seed(0)
     network = Network(schedule.settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
-    if schedule.settings.method == "branching":
-        return Branching(network, schedule, WORKERS, 10), network
     exploration = Exploration(schedule.settings.exploration)
     source = SimulatorRollouts(network, schedule, 10)
-    return Ppo(network, schedule.settings, source, WORKERS, exploration), network
+    return Improvement(network, schedule, source, WORKERS, exploration, 10), network
 
 
 def update(method, number=0, stage=None):
@@ -76,7 +75,7 @@ def test_a_branching_update_moves_the_policy_within_its_limit(tmp_path):
 
 
 def test_branching_tasks(tmp_path, monkeypatch):
-    tasks = spied(monkeypatch, improvement, "branch")
+    tasks = spied(monkeypatch, branches, "branch")
     method, _ = make(tmp_path, {"branching": {"logit_margin": 0.5, "candidates": 2}})
     update(method, 0)
     update(method, 1)
@@ -91,7 +90,7 @@ def test_branching_tasks(tmp_path, monkeypatch):
 
 
 def test_large_clusters_are_tried_less_often(tmp_path, monkeypatch):
-    tasks = spied(monkeypatch, improvement, "branch")
+    tasks = spied(monkeypatch, branches, "branch")
     over = {**RANDOM, "branching": {"states": 8, "worlds": 6, "max_horizon_s": 1.0}}
     update(make(tmp_path, over, CAPACITIES)[0])
     sizes = {task.world.scenario.cluster.size: task.rows for task in tasks}
@@ -122,12 +121,12 @@ def test_the_learning_rate_goes_evenly_to_its_end(tmp_path, monkeypatch):
 
 
 def test_traffic_that_ends_too_soon_is_told(tmp_path, monkeypatch):
-    real = improvement.branch
+    real = branches.branch
 
     def short(task):
         return real(replace(task, world=replace(task.world, requests=2)))
 
-    monkeypatch.setattr(improvement, "branch", short)
+    monkeypatch.setattr(branches, "branch", short)
     with pytest.raises(TailraceError, match=r"traffic ended before.*lower branching.warmup"):
         update(make(tmp_path)[0])
 
@@ -136,7 +135,7 @@ def test_traffic_that_ends_too_soon_is_told(tmp_path, monkeypatch):
 
 
 def test_a_ppo_update_tells_what_there_is_to_know(tmp_path):
-    method, _ = make(tmp_path, {"method": "ppo", "exploration": {"epsilon_start": 0.2}})
+    method, _ = make(tmp_path, {**PPO, "exploration": {"epsilon_start": 0.2}})
     told = update(method)
     assert told["samples"] == 4 * 16
     for name in ("entropy", "kl", "clip_fraction", "explained_variance", "grad_norm", "value_loss",
@@ -153,7 +152,8 @@ def test_clusters_are_split_over_tasks_in_whole_groups(
 ):
     given = spied(monkeypatch, rollout_source, "collect")
     ppo = {"clusters": clusters, "group_size": group, "minibatch": 16}
-    method, _ = make(tmp_path, {"method": "ppo", "ppo": ppo})
+    advantage = "grouped" if group > 1 else "gae"
+    method, _ = make(tmp_path, {**PPO, "advantage": advantage, "ppo": ppo})
     update(method, 0)
     assert len(given) == tasks
     assert sum(task.clusters for task in given) == clusters
@@ -165,7 +165,7 @@ def test_clusters_are_split_over_tasks_in_whole_groups(
 
 def test_randomised_worlds_of_any_size_fit_in(tmp_path, monkeypatch):
     given = spied(monkeypatch, rollout_source, "collect")
-    method, _ = make(tmp_path, {**RANDOM, "method": "ppo"}, CAPACITIES)
+    method, _ = make(tmp_path, {**RANDOM, **PPO}, CAPACITIES)
     told = update(method)
     assert np.isfinite(told["policy_loss"])
     assert {task.max_replicas for task in given} == {6}
@@ -173,6 +173,6 @@ def test_randomised_worlds_of_any_size_fit_in(tmp_path, monkeypatch):
 
 def test_a_reward_without_variance_is_dead(tmp_path):
     """A bound so low that every decision costs just that."""
-    method, _ = make(tmp_path, {"method": "ppo", "reward": {"bound": 1e-12}})
+    method, _ = make(tmp_path, {**PPO, "reward": {"bound": 1e-12}})
     with pytest.raises(TailraceError, match=r"reward is dead.*tailrace headroom.*bound"):
         update(method)

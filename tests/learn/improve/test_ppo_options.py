@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from learn.played import FEATURES, GLOBALS, learn, network_of, pays, play, settings  # noqa: E402
 from tailrace.learn.exploration import ExplorationValues  # noqa: E402
 from tailrace.learn.imitate.fit import ImitationDataset  # noqa: E402
-from tailrace.learn.improve.ppo import Learner  # noqa: E402
+from tailrace.learn.improve.learner import Learner  # noqa: E402
 from tailrace.learn.improve.returns import estimate_returns  # noqa: E402
 from tailrace.learn.samples import Samples  # noqa: E402
 
@@ -24,8 +24,10 @@ def test_learning_rates_follow_their_schedule():
         for name in ("constant", "linear", "cosine")
     }
     assert rates["constant"] == [2e-2] * 3
-    assert rates["linear"] == pytest.approx([2e-2, 1e-2, 2e-3])
-    assert rates["cosine"] == pytest.approx([2e-2, 1e-2, 2e-2 * (1 + np.cos(0.9 * np.pi)) / 2])
+    last = 1e-5
+    assert rates["linear"] == pytest.approx([2e-2, 2e-2 + 5 / 9 * (last - 2e-2), last])
+    middle = last + (2e-2 - last) * np.cos(np.pi / 2 * 5 / 9) ** 2
+    assert rates["cosine"] == pytest.approx([2e-2, middle, last])
 
 
 def test_the_divergence_ends_an_update_early():
@@ -130,7 +132,7 @@ def test_a_clipped_value_moves_no_further_than_it_may():
     free = Learner(network_of(), settings(), 1)
 
     class Part:
-        target, value = torch.tensor([0.0, 0.0]), torch.tensor([3.0, 1.0])
+        returns, value = torch.tensor([0.0, 0.0]), torch.tensor([3.0, 1.0])
 
     values = torch.tensor([1.0, 0.8])
     assert float(free._value_loss(values, Part)) == pytest.approx((1 + 0.64) / 2)

@@ -73,7 +73,8 @@ class VidurRollouts:
         self, number: int, stage: Stage | None, exploration: ExplorationValues
     ) -> list[VidurTask]:
         p = self._schedule.settings.ppo
-        groups = p.clusters // p.group_size
+        group = self._schedule.settings.group
+        groups = p.clusters // group
         first = self._first_seed + number * (groups + 1)
         sampler = self._schedule.sampler(stage)
         sampler = replace(sampler, scenarios=tuple(self._nearest[s] for s in sampler.scenarios))
@@ -96,7 +97,7 @@ class VidurRollouts:
                     seed,
                     params,
                     named,
-                    p.group_size,
+                    group,
                     exploration.temperature,
                     exploration.epsilon,
                 )

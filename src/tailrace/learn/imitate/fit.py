@@ -1,4 +1,4 @@
-"""Two ways to learn from samples: imitate the cheapest choice, and shift towards better ones.
+"""Behaviour cloning: fit the policy to the choices that a teacher finds cheap.
 
 Samples come in groups, one for each number of replicas; a minibatch is taken from one group.
 """
@@ -136,67 +136,6 @@ def imitate(
     return mean
 
 
-def improve(
-    network: Network,
-    groups: Sequence[Samples],
-    *,
-    kl_limit: float,
-    epochs: int,
-    batch_size: int,
-    learning_rate: float,
-    rng: torch.Generator,
-    demonstrations: Sequence[ImitationDataset] = (),
-    imitation_weight: float = 0.0,
-) -> dict[str, float]:
-    """Shift the policy towards choices with a better advantage, by at most ``kl_limit`` on average.
-
-    The target is old policy x exp(eta x advantage), with eta such that its mean KL divergence from
-    the old policy is the limit. Demonstrations may be mixed in with a weight.
-    """
-    seen = [ObservationBatch.of(samples) for samples in groups]
-    advantages = [torch.from_numpy(samples.advantages()).float() for samples in groups]
-    if all(float(advantage.abs().max()) < 1e-6 for advantage in advantages):
-        raise TailraceError(
-            "no choice makes any difference to the cost: there is nothing to learn here; raise the "
-            "load, choose scenarios with more than one replica, or a longer horizon"
-        )
-    old = [log_policy_of(network, samples) for samples in groups]
-    eta, targets = _tilted_targets(old, advantages, [batch.mask for batch in seen], kl_limit)
-    optimiser = torch.optim.Adam(network.parameters(), lr=learning_rate)
-    total = torch.zeros(())
-    for _ in range(epochs):
-        total = torch.zeros(())
-        for group, index in minibatches([len(s) for s in groups], batch_size, rng):
-            log_policy = seen[group].rows(index).log_policy(network)
-            loss = -(targets[group][index] * log_policy).sum(-1).mean()
-            total += loss.detach() * len(index)
-            if imitation_weight > 0 and demonstrations:
-                loss = loss + imitation_weight * _imitation_loss(
-                    network, demonstrations, batch_size, rng
-                )
-            _gradient_step(network, optimiser, loss)
-        _check_finite(float(total), "branching")
-    metrics = _policy_change(network, groups, old, advantages)
-    return {"eta": eta, "policy_loss": float(total) / sum(map(len, groups)), **metrics}
-
-
-@torch.no_grad()
-def log_policy_of(network: Network, samples: Samples) -> Tensor:
-    """Return the log-probabilities [K, n] of all choices; 0 where masked."""
-    seen = ObservationBatch.of(samples)
-    index = torch.arange(len(samples))
-    return torch.cat([seen.rows(part).log_policy(network) for part in index.split(8192)])
-
-
-def _imitation_loss(
-    network: Network, demonstrations: Sequence[ImitationDataset], rows: int, rng: torch.Generator
-) -> Tensor:
-    """Imitation loss of some random demonstrations of one group, by the groups' sizes."""
-    sizes = torch.tensor([float(len(dataset)) for dataset in demonstrations])
-    dataset = demonstrations[int(torch.multinomial(sizes, 1, generator=rng))]
-    return dataset.loss(network, torch.randint(len(dataset), (rows,), generator=rng))
-
-
 def _gradient_step(network: Network, optimiser: torch.optim.Optimizer, loss: Tensor) -> None:
     optimiser.zero_grad()
     loss.backward()
@@ -210,42 +149,3 @@ def _check_finite(loss: float, phase: str) -> None:
             f"the loss of {phase} is {loss}: lower its learning_rate, then continue with --resume "
             "from the last good checkpoint"
         )
-
-
-def _policy_change(
-    network: Network, groups: Sequence[Samples], old: Sequence[Tensor], advantages: Sequence[Tensor]
-) -> dict[str, float]:
-    """How far the policy has moved, and what it should gain by that."""
-    kl, gain, entropy, most = 0.0, 0.0, 0.0, 0.0
-    for samples, before, advantage in zip(groups, old, advantages, strict=True):
-        mask = torch.from_numpy(samples.mask)
-        now = log_policy_of(network, samples)
-        kl += float((before.exp() * (before - now) * mask).sum())
-        gain += float(((now.exp() - before.exp()) * advantage * mask).sum())
-        entropy -= float((now.exp() * now * mask).sum())
-        most += float(mask.sum(-1).float().log().sum())
-    rows = sum(map(len, groups))
-    return {"kl": kl / rows, "gain": gain / rows, "entropy": entropy / rows,
-            "entropy_fraction": entropy / max(most, 1e-9)}  # fmt: skip
-
-
-def _tilted_targets(
-    old: Sequence[Tensor], advantages: Sequence[Tensor], masks: Sequence[Tensor], kl_limit: float
-) -> tuple[float, list[Tensor]]:
-    """Tilt the old policy by exp(eta x advantage); eta by bisection on the mean KL."""
-    rows = sum(map(len, old))
-
-    def tilted(eta: float) -> list[Tensor]:
-        return [
-            torch.softmax((log + eta * gain).masked_fill(~mask, -torch.inf), -1)
-            for log, gain, mask in zip(old, advantages, masks, strict=True)
-        ]
-
-    low, high = 0.0, 100.0
-    for _ in range(40):
-        eta = (low + high) / 2
-        kl = 0.0
-        for new, log, mask in zip(tilted(eta), old, masks, strict=True):
-            kl += float((new * (new.clamp(min=1e-30).log() - log) * mask).sum())
-        low, high = (eta, high) if kl / rows < kl_limit else (low, eta)
-    return low, tilted(low)

@@ -11,7 +11,7 @@ from torch import Tensor
 from tailrace.errors import TailraceError
 from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.improve import advantages as adv
-from tailrace.learn.improve.minibatch import (
+from tailrace.learn.improve.experience import (
     bootstrap_values,
     evaluate_rollout,
     log_behaviour,
@@ -123,8 +123,8 @@ def describe(
     for one in estimates:
         mask = torch.from_numpy(one.rollout.mask)
         policy = log_policy(one.logits, mask, exploration.temperature)
-        action = torch.from_numpy(one.rollout.action)
-        log_prob = log_behaviour(policy, mask, action, exploration.epsilon)
+        action = torch.from_numpy(one.rollout.action).unsqueeze(-1)
+        log_prob = log_behaviour(policy, mask, action, exploration.epsilon).squeeze(-1)
         gap = max(gap, float((log_prob - torch.from_numpy(one.rollout.log_prob)).abs().max()))
     return {
         "explained_variance": float(1 - (returns - values).var() / max(returns.var(), 1e-12)),

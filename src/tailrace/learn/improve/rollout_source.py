@@ -60,7 +60,7 @@ class SimulatorRollouts:
         """Split the clusters of an update over tasks in whole groups; see RolloutSourceFactory."""
         self._network, self._schedule, self._first_seed = network, schedule, first_seed
         p = schedule.settings.ppo
-        groups = p.clusters // p.group_size
+        groups = p.clusters // schedule.settings.group
         self._tasks = next(k for k in range(min(ROLLOUT_TASKS, groups), 0, -1) if groups % k == 0)
 
     def rollouts(
@@ -80,7 +80,8 @@ class SimulatorRollouts:
         self, number: int, stage: Stage | None, exploration: ExplorationValues
     ) -> list[RolloutTask]:
         p, reward = self._schedule.settings.ppo, self._schedule.settings.reward_of(stage)
-        groups = p.clusters // p.group_size // self._tasks
+        group = self._schedule.settings.group
+        groups = p.clusters // group // self._tasks
         per_update = self._tasks * (groups + 1)
         tasks = []
         for k in range(self._tasks):
@@ -92,8 +93,8 @@ class SimulatorRollouts:
                     config=self._network.config,
                     tensors=self._network.tensors(),
                     seed=self._schedule.seed(first + groups),
-                    clusters=groups * p.group_size,
-                    group=p.group_size,
+                    clusters=groups * group,
+                    group=group,
                     warmup=p.warmup,
                     decisions=p.decisions,
                     chunk=p.chunk,

@@ -1,13 +1,14 @@
-"""Roll-outs as tensors, cut into the stretches that minibatches are made of.
+"""Decisions to learn from as tensors, cut into the stretches that minibatches are made of.
 
-``K`` stretches of ``L`` decisions in a row: single decisions, or for a network with memory whole
-chunks, each with the memory at its start. Stretches are shuffled, time never is. Roll-outs of
-clusters of other sizes are kept apart, so nothing is padded.
+``K`` stretches of ``L`` decisions in a row: single decisions, or for rollouts of a network with
+memory whole chunks, each with the memory at its start. Stretches are shuffled, time never is.
+Clusters of different sizes are kept apart, so nothing is padded. ``c`` choices of a decision have a
+known advantage: the one that was taken in a rollout, or those that were tried in branches.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -17,10 +18,11 @@ from torch.nn import functional as fn
 
 from tailrace.learn.improve import fused
 from tailrace.learn.improve.rollout import BootstrapStates, Rollout
+from tailrace.learn.samples import Samples
 from tailrace.policy.learned.network import Network
 
-#: Decisions that are computed at once where no gradient is needed.
-SLICE = 4096
+#: Decisions that are computed at once where no gradient is needed: of rollouts, and of others.
+SLICE, ROWS = 4096, 8192
 
 
 @dataclass(frozen=True)
@@ -33,13 +35,15 @@ class Experience:
     prior: Tensor  #: [L, K, n]; 0 without a prior
     starts: Tensor  #: [L, K]
     memory: Tensor  #: [K, M] before the first decision
-    action: Tensor  #: [L, K]
-    log_prob: Tensor  #: [L, K] of the action when it was chosen
-    advantage: Tensor  #: [L, K]
-    target: Tensor  #: [L, K] normalised return
-    value: Tensor  #: [L, K] normalised value when it was chosen
-    log_policy: Tensor  #: [L, K, n] before the update; empty if nobody asks for it
-    start_log_policy: Tensor  #: [L, K, n] of the warm-start policy; empty if nobody asks for it
+    choice: Tensor  #: [L, K, c] choices with a known advantage
+    log_prob: Tensor  #: [L, K, c] of those choices when the decision was made
+    advantage: Tensor  #: [L, K, c]
+    weight: Tensor  #: [L, K, c] in the clipped objective: 1 if taken, old probability if tried
+    returns: Tensor  #: [L, K] normalised; [L, K, 0] for branches, which need no value
+    value: Tensor  #: [L, K] normalised value when the decision was made; as above
+    log_policy: Tensor  #: [L, K, n] before the update; [L, K, 0] if nothing needs it
+    start_log_policy: Tensor  #: [L, K, n] of the warm-start policy; [L, K, 0] if nothing needs it
+    target: Tensor  #: [L, K, n] target of the KL-limited objective; [L, K, 0] if nothing needs it
 
     def __len__(self) -> int:
         return self.memory.shape[0]
@@ -47,7 +51,17 @@ class Experience:
     @property
     def decisions(self) -> int:
         """How many there are."""
-        return self.action.numel()
+        return self.mask.shape[0] * self.mask.shape[1]
+
+    @property
+    def has_returns(self) -> bool:
+        """Whether there are returns for the value to learn."""
+        return self.returns.numel() > 0
+
+    def all_advantages(self) -> Tensor:
+        """Return the advantages [L, K, n] of all choices, 0 where unknown."""
+        empty = torch.zeros(self.mask.shape)
+        return empty.scatter(-1, self.choice, self.advantage)
 
     def part(self, index: Tensor) -> "Experience":
         """Return some of the stretches."""
@@ -83,12 +97,12 @@ def _cat(parts: Sequence[Experience]) -> Experience:
 def minibatches(
     groups: Sequence[Experience], decisions: int, rng: torch.Generator
 ) -> Iterator[Experience]:
-    """Yield all stretches once, in random order, in parts of about so many decisions."""
+    """Yield all stretches once, in random order, in parts of at most so many decisions."""
     parts = []
     for number, group in enumerate(groups):
         order = torch.randperm(len(group), generator=rng)
-        count = max(1, group.decisions // decisions)
-        parts += [(number, index) for index in order.tensor_split(count)]
+        length = group.mask.shape[0]
+        parts += [(number, index) for index in order.split(max(1, decisions // length))]
     for k in torch.randperm(len(parts), generator=rng).tolist():
         number, index = parts[k]
         yield groups[number].part(index)
@@ -106,6 +120,12 @@ def sequences(array: NDArray[np.generic] | Tensor, length: int) -> Tensor:
 def evaluate(network: Network, part: Experience) -> tuple[Tensor, Tensor]:
     """Return logits [L, B, n] and normalised values [L, B] of a minibatch."""
     prior = part.prior if network.config.prior else None
+    if not part.has_returns:
+        # Torch's own pass: policies that earlier versions trained are reproduced to the last bit.
+        flat = None if prior is None else prior[0]
+        seen = (part.replica_obs[0], part.request_obs[0], part.mask[0])
+        logits, values, _ = network.step(*seen, part.memory, flat)
+        return logits[None], values[None]
     if network.config.memory:
         logits, values, _ = network.sequence(
             part.replica_obs, part.request_obs, part.mask, part.memory, part.starts, prior
@@ -128,7 +148,7 @@ def _single(
 
 @torch.no_grad()
 def evaluate_rollout(network: Network, rollout: Rollout, own_memory: bool) -> tuple[Tensor, Tensor]:
-    """Return logits [T, C, n] and normalised values [T, C] of a whole roll-out.
+    """Return logits [T, C, n] and normalised values [T, C] of a whole rollout.
 
     With ``own_memory`` the memory is that of the network which played; another network begins with
     an empty one.
@@ -175,6 +195,47 @@ def bootstrap_values(network: Network, bootstrap: BootstrapStates) -> Tensor:
     return values
 
 
+@torch.no_grad()
+def log_policies(network: Network, group: Experience, temperature: float) -> Tensor:
+    """Return the log-probabilities [L, K, n] of all choices under a network."""
+    parts = []
+    for index in torch.arange(len(group)).split(max(1, ROWS // group.mask.shape[0])):
+        part = group.part(index)
+        parts.append(log_policy(evaluate(network, part)[0], part.mask, temperature))
+    return torch.cat(parts, 1)
+
+
+def of_branches(network: Network, samples: Samples) -> Experience:
+    """Return decisions at which several choices were tried, seen with the network as it is."""
+    tried = torch.from_numpy(samples.tried)
+    advantages = torch.from_numpy(samples.advantages()).float()
+    count = int(tried.sum(-1).max())
+    choice = (~tried).to(torch.uint8).argsort(stable=True, dim=-1)[:, :count]
+    rows = len(samples)
+    unused = torch.zeros(1, rows, 0)
+    seen = Experience(
+        replica_obs=torch.from_numpy(samples.replica_obs)[None],
+        request_obs=torch.from_numpy(samples.request_obs)[None],
+        mask=torch.from_numpy(samples.mask)[None],
+        prior=torch.from_numpy(samples.prior).float()[None],
+        starts=torch.zeros(1, rows, dtype=torch.bool),
+        memory=torch.from_numpy(samples.memory),
+        choice=choice[None],
+        log_prob=unused,
+        advantage=advantages.gather(-1, choice)[None],
+        weight=unused,
+        returns=unused,
+        value=unused,
+        log_policy=unused,
+        start_log_policy=unused,
+        target=unused,
+    )
+    old = log_policies(network, seen, 1.0)
+    log_prob = old.gather(-1, seen.choice)
+    weight = log_prob.exp() * tried.gather(-1, choice)
+    return replace(seen, log_policy=old, log_prob=log_prob, weight=weight)
+
+
 # ---- distributions ------------------------------------------------------------------------------
 
 
@@ -183,15 +244,15 @@ def log_policy(logits: Tensor, mask: Tensor, temperature: float) -> Tensor:
     return fn.log_softmax(logits / temperature, -1).masked_fill(~mask, 0.0)
 
 
-def log_behaviour(log_policy: Tensor, mask: Tensor, action: Tensor, epsilon: float) -> Tensor:
-    """Return the log-probability [...] of actions, a share ``epsilon`` of which is uniform.
+def log_behaviour(log_policy: Tensor, mask: Tensor, choice: Tensor, epsilon: float) -> Tensor:
+    """Return the log-probability [..., c] of choices, a share ``epsilon`` of which is uniform.
 
-    The same distribution that roll-outs draw from (rollout.behaviour).
+    The same distribution that rollouts draw from (rollout.behaviour).
     """
-    chosen = log_policy.gather(-1, action.unsqueeze(-1)).squeeze(-1)
+    chosen = log_policy.gather(-1, choice)
     if epsilon == 0:
         return chosen
-    return torch.log((1 - epsilon) * chosen.exp() + epsilon / mask.sum(-1))
+    return torch.log((1 - epsilon) * chosen.exp() + epsilon / mask.sum(-1, keepdim=True))
 
 
 def divergence(old: Tensor, new: Tensor) -> Tensor:

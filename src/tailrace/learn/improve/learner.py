@@ -1,8 +1,13 @@
-"""Proximal policy optimisation: from roll-outs to better weights."""
+"""Proximal policy optimisation: from decisions and their advantages to better weights.
+
+The one loop of all estimates of the advantage: rollouts give that of the choice taken (GAE, with or
+without groups), branches that of every choice tried (the "vine" of TRPO). The objective is the
+clipped surrogate, or a target policy at a limited KL divergence.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -14,23 +19,23 @@ from tailrace.errors import TailraceError
 from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.imitate.fit import ImitationDataset
 from tailrace.learn.improve import advantages as adv
-from tailrace.learn.improve.minibatch import (
+from tailrace.learn.improve.experience import (
     Experience,
     divergence,
     evaluate,
     evaluate_rollout,
     joined,
     log_behaviour,
+    log_policies,
     log_policy,
     minibatches,
     sequences,
 )
-from tailrace.learn.improve.ppo_settings import PpoSettings
+from tailrace.learn.improve.objective import NO_ADVANTAGE, clipped, tilted_targets, towards
+from tailrace.learn.improve.ppo_settings import LearningSettings, Objective, PpoSettings
 from tailrace.learn.improve.returns import ReturnEstimate, describe, estimate_returns
 from tailrace.learn.improve.rollout import Rollout, split_by_size
 from tailrace.policy.learned.network import Network
-
-__all__ = ["Learner", "PpoSettings"]
 
 Array = NDArray[Any]
 
@@ -50,11 +55,13 @@ class _UpdateContext:
 
     exploration: ExplorationValues
     rng: torch.Generator
+    optimiser: torch.optim.Optimizer
     start_weight: float
     imitation_weight: float
     demonstrations: Sequence[ImitationDataset]
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
     kl: list[float] = field(default_factory=list)  # of the minibatches of the epoch under way
+    losses: list[Tensor] = field(default_factory=list)  # of the policy in that epoch, as sums
 
     def add(self, terms: Mapping[str, Tensor]) -> None:
         for name, value in terms.items():
@@ -67,14 +74,24 @@ class _UpdateContext:
 class Learner:
     """A network, its optimiser and all that changes from update to update."""
 
-    def __init__(self, network: Network, settings: PpoSettings, total_updates: int) -> None:
+    def __init__(
+        self,
+        network: Network,
+        settings: LearningSettings,
+        total_updates: int,
+        objective: Objective = "clipped",
+    ) -> None:
         """Begin before the first of so many updates."""
-        if network.config.memory and settings.minibatch < settings.chunk:
-            raise TailraceError(
-                f"a network with memory learns whole chunks: minibatch = {settings.minibatch} "
-                f"must be at least chunk = {settings.chunk}"
-            )
-        self.network, self.settings = network, settings
+        self.network, self.settings, self.objective = network, settings, objective
+        self._value_weight = 0.0
+        self._value_clip: float | None = None
+        if isinstance(settings, PpoSettings):
+            self._value_weight, self._value_clip = settings.value_weight, settings.value_clip
+            if network.config.memory and settings.minibatch < settings.chunk:
+                raise TailraceError(
+                    f"a network with memory learns whole chunks: minibatch = {settings.minibatch} "
+                    f"must be at least chunk = {settings.chunk}"
+                )
         self.total_updates = max(1, total_updates)
         self.reward_scale = adv.RewardScale()
         self._parameters = dict(network.named_parameters())
@@ -95,18 +112,47 @@ class Learner:
         demonstrations: Sequence[ImitationDataset] = (),
         warm_start: Network | None = None,
     ) -> dict[str, float]:
-        """Learn from roll-outs that this network played with this exploration; returns figures.
+        """Learn from rollouts that this network played with this exploration; returns metrics."""
+        s = self.settings
+        assert isinstance(s, PpoSettings)
+        scale = self.reward_scale if s.scale_rewards else None
+        parts = [part for rollout in rollouts for part in split_by_size(rollout)]
+        seen = estimate_returns(self.network, parts, s, scale)
+        metrics = describe(seen, exploration) | {"reward_scale": self.reward_scale.scale}
+        groups = self._experience(
+            seen, exploration, warm_start if self._start_weight(update) else None
+        )
+        metrics |= self.learn(groups, exploration, update, rng, demonstrations, warm_start)
+        if update < s.norm_updates:
+            self._learn_norms(rollouts)
+        return metrics
+
+    def learn(
+        self,
+        groups: Sequence[Experience],
+        exploration: ExplorationValues,
+        update: int,
+        rng: torch.Generator,
+        demonstrations: Sequence[ImitationDataset] = (),
+        warm_start: Network | None = None,
+    ) -> dict[str, float]:
+        """Learn from decisions, one group per number of replicas; returns metrics.
 
         ``update`` counts from 0. Losses, entropy and the like are means over all gradient steps,
         ``kl`` is that of the last epoch. A step that is not finite is refused, not taken.
         """
-        s = self.settings
+        s, metrics = self.settings, {}
+        start_weight = self._start_weight(update) if warm_start is not None else 0.0
+        if start_weight and warm_start is not None:
+            groups = [_with_start(group, warm_start, exploration) for group in groups]
+        if self.objective == "kl_limited":
+            metrics["eta"], groups = self._with_targets(groups)
+        rate = self.learning_rate(update)
         context = _UpdateContext(
             exploration,
             rng,
-            start_weight=_annealed(s.start_kl_weight, update, s.start_kl_updates)
-            if warm_start
-            else 0.0,
+            self._optimiser_at(rate),
+            start_weight,
             imitation_weight=(
                 _annealed(s.imitation_weight, update, s.imitation_updates)
                 if demonstrations
@@ -114,38 +160,89 @@ class Learner:
             ),
             demonstrations=demonstrations,
         )
-        scale = self.reward_scale if s.scale_rewards else None
-        parts = [part for rollout in rollouts for part in split_by_size(rollout)]
-        seen = estimate_returns(self.network, parts, s, scale)
-        metrics = describe(seen, exploration) | {"reward_scale": self.reward_scale.scale}
-        groups = self._experience(seen, exploration, warm_start if context.start_weight else None)
-        rate = self.learning_rate(update)
-        for parameters in self._optimiser.param_groups:
-            parameters["lr"] = rate
         epochs = 0
         while epochs < s.epochs and self._epoch(groups, context):
             epochs += 1
         metrics |= {"imitation_loss": 0.0, "kl_to_start": 0.0, **context.means()}
         metrics |= {"kl": float(np.mean(context.kl)), "learning_rate": rate}
         metrics |= {"epochs_done": float(epochs), "kl_penalty": self._penalty_weight}
+        if self.objective == "kl_limited":
+            metrics |= self._compare(groups, exploration)
+            rows = sum(group.decisions for group in groups)
+            metrics["policy_loss"] = float(sum(context.losses, torch.zeros(()))) / rows
         self._adapt(metrics["kl"])
-        if update < s.norm_updates:
-            self._learn_norms(rollouts)
         return metrics
+
+    def _start_weight(self, update: int) -> float:
+        return _annealed(self.settings.start_kl_weight, update, self.settings.start_kl_updates)
+
+    def _optimiser_at(self, rate: float) -> torch.optim.Optimizer:
+        """Return the optimiser of an update.
+
+        A KL-limited update fits a target of its own, so it starts without earlier gradients.
+        """
+        if self.objective == "kl_limited":
+            return torch.optim.Adam(self.network.parameters(), lr=rate)
+        for parameters in self._optimiser.param_groups:
+            parameters["lr"] = rate
+        return self._optimiser
+
+    def _with_targets(self, groups: Sequence[Experience]) -> tuple[float, list[Experience]]:
+        """Return eta and the groups with the targets of the KL-limited objective."""
+        advantages = [group.all_advantages() for group in groups]
+        if all(float(advantage.abs().max()) < NO_ADVANTAGE for advantage in advantages):
+            raise TailraceError(
+                "no choice makes any difference to the cost: there is nothing to learn here; raise "
+                "the load, choose scenarios with more than one replica, or a longer horizon"
+            )
+        eta, targets = tilted_targets(
+            [group.log_policy.flatten(0, 1) for group in groups],
+            [advantage.flatten(0, 1) for advantage in advantages],
+            [group.mask.flatten(0, 1) for group in groups],
+            self.settings.kl_limit,
+        )
+        return eta, [
+            replace(group, target=target.view_as(group.mask))
+            for group, target in zip(groups, targets, strict=True)
+        ]
+
+    def _compare(
+        self, groups: Sequence[Experience], exploration: ExplorationValues
+    ) -> dict[str, float]:
+        """How far the policy has moved over all decisions, and what it should gain by that."""
+        kl, gain, entropy, most = 0.0, 0.0, 0.0, 0.0
+        for group in groups:
+            before = group.log_policy
+            after = log_policies(self.network, group, exploration.temperature)
+            kl += float((before.exp() * (before - after) * group.mask).sum())
+            change = (after.exp() - before.exp()) * group.mask
+            gain += float((change * group.all_advantages()).sum())
+            entropy -= float((after.exp() * after * group.mask).sum())
+            most += float(group.mask.sum(-1).float().log().sum())
+        rows = sum(group.decisions for group in groups)
+        return {
+            "kl": kl / rows,
+            "gain": gain / rows,
+            "entropy": entropy / rows,
+            "entropy_fraction": entropy / max(most, 1e-9),
+        }
 
     def learning_rate(self, update: int) -> float:
         """Return the step size of an update."""
-        share = min(update / self.total_updates, 1.0)
-        falls = {"constant": 1.0, "linear": 1 - share, "cosine": math.cos(math.pi / 2 * share) ** 2}
-        return (
-            self.settings.learning_rate * falls[self.settings.learning_rate_schedule] * self._rate
-        )
+        first, last = self.settings.learning_rate, self.settings.final_learning_rate
+        share = min(update / max(1, self.total_updates - 1), 1.0)
+        rate = first
+        if self.settings.learning_rate_schedule == "linear":
+            rate = first + share * (last - first)
+        elif self.settings.learning_rate_schedule == "cosine":
+            rate = last + (first - last) * math.cos(math.pi / 2 * share) ** 2
+        return rate * self._rate
 
     def _epoch(self, groups: Sequence[Experience], context: _UpdateContext) -> bool:
         """Learn from every decision once; False: the policy has moved far enough before that."""
         s = self.settings
         limit = KL_TOLERANCE * s.target_kl if s.kl_stop and s.target_kl else math.inf
-        context.kl = []
+        context.kl, context.losses = [], []
         for part in minibatches(groups, s.minibatch, context.rng):
             loss, terms = self._loss(part, context)
             context.kl.append(float(terms.pop("kl")))
@@ -154,7 +251,8 @@ class Learner:
             if context.imitation_weight:
                 terms["imitation_loss"] = self._imitation_loss(context)
                 loss = loss + context.imitation_weight * terms["imitation_loss"]
-            terms["grad_norm"] = self._gradient_step(loss, terms)
+            terms["grad_norm"] = self._gradient_step(loss, terms, context.optimiser)
+            context.losses.append(terms["policy_loss"].detach() * part.decisions)
             context.add(terms)
         return True
 
@@ -163,58 +261,67 @@ class Learner:
         s, exploration = self.settings, context.exploration
         logits, values = evaluate(self.network, part)
         policy = log_policy(logits, part.mask, exploration.temperature)
-        change = log_behaviour(policy, part.mask, part.action, exploration.epsilon) - part.log_prob
-        ratio = change.exp()
-        bounded = ratio.clamp(1 - s.clip_range, 1 + s.clip_range)
-        policy_loss = -torch.minimum(ratio * part.advantage, bounded * part.advantage).mean()
-        value_loss = self._value_loss(values, part)
+        terms: dict[str, Tensor] = {}
+        if self.objective == "kl_limited":
+            loss = towards(part.target, policy)
+            with torch.no_grad():
+                terms["kl"] = divergence(part.log_policy, policy)
+        else:
+            new = log_behaviour(policy, part.mask, part.choice, exploration.epsilon)
+            change = new - part.log_prob
+            loss = clipped(change, part.advantage, part.weight, s.clip_range)
+            terms |= _moved(change.detach(), part.weight, s.clip_range)
+        terms["policy_loss"] = loss
+        if part.has_returns:
+            terms["value_loss"] = self._value_loss(values, part)
+            loss = loss + self._value_weight * terms["value_loss"]
         entropy = -(policy.exp() * policy).sum(-1)
-        loss = policy_loss + s.value_weight * value_loss
+        terms["entropy"] = entropy.mean()
         if exploration.entropy_weight:
-            loss = loss - exploration.entropy_weight * entropy.mean()
-        terms = {"policy_loss": policy_loss, "value_loss": value_loss, "entropy": entropy.mean()}
+            loss = loss - exploration.entropy_weight * terms["entropy"]
         if s.kl_penalty:
             loss = loss + self._penalty * divergence(part.log_policy, policy)
         if context.start_weight:
             terms["kl_to_start"] = divergence(part.start_log_policy, policy)
             loss = loss + context.start_weight * terms["kl_to_start"]
         with torch.no_grad():
-            terms["kl"] = (ratio - 1 - change).mean()
-            terms["clip_fraction"] = ((ratio - 1).abs() > s.clip_range).float().mean()
             most = part.mask.sum(-1).log().sum().clamp(min=1e-9)
             terms["entropy_fraction"] = entropy.sum() / most
         return loss, terms
 
     def _value_loss(self, values: Tensor, part: Experience) -> Tensor:
-        error = (values - part.target) ** 2
-        clip = self.settings.value_clip
+        error = (values - part.returns) ** 2
+        clip = self._value_clip
         if clip is not None:
             near = part.value + (values - part.value).clamp(-clip, clip)
-            error = torch.maximum(error, (near - part.target) ** 2)
+            error = torch.maximum(error, (near - part.returns) ** 2)
         return error.mean()
 
     def _imitation_loss(self, context: _UpdateContext) -> Tensor:
         """Imitation loss of random demonstrations of one group, drawn by the groups' sizes."""
         sizes = torch.tensor([float(len(group)) for group in context.demonstrations])
         group = context.demonstrations[int(torch.multinomial(sizes, 1, generator=context.rng))]
-        rows = min(self.settings.imitation_batch_size, len(group))
+        rows = min(self.settings.imitation_batch_size or self.settings.minibatch, len(group))
         return group.loss(self.network, torch.randint(len(group), (rows,), generator=context.rng))
 
-    def _gradient_step(self, loss: Tensor, terms: Mapping[str, Tensor]) -> Tensor:
+    def _gradient_step(
+        self, loss: Tensor, terms: Mapping[str, Tensor], optimiser: torch.optim.Optimizer
+    ) -> Tensor:
         """Take a gradient step; returns the norm of the gradient before it was bounded."""
-        self._optimiser.zero_grad(set_to_none=True)
+        optimiser.zero_grad(set_to_none=True)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(
             self._parameters.values(), self.settings.max_grad_norm, foreach=True
         )
         if not math.isfinite(float(norm)):
             bad = [name for name, value in terms.items() if not bool(value.isfinite())]
+            section = self.settings.SECTION
             raise TailraceError(
                 f"PPO: the {bad[0] if bad else 'gradient'} is not finite; the last checkpoint is "
-                "sound: go on from it with a lower ppo.learning_rate, a lower ppo.max_grad_norm or "
-                "a reward with a bound"
+                f"sound: go on from it with a lower {section}.learning_rate, a lower "
+                f"{section}.max_grad_norm or a reward with a bound"
             )
-        self._optimiser.step()
+        optimiser.step()
         return norm
 
     @property
@@ -232,7 +339,7 @@ class Learner:
         if self.settings.kl_learning_rate:
             self._rate = _within(self._rate * RATE_STEP**-step, RATE_RANGE)
 
-    # ---- from roll-outs to experience -----------------------------------------------------------
+    # ---- from rollouts to experience -----------------------------------------------------------
 
     def _experience(
         self,
@@ -244,12 +351,17 @@ class Learner:
         self._learn_value_norm(np.concatenate([one.returns.ravel() for one in seen]))
         everything = np.concatenate([one.advantages.ravel() for one in seen])
         mean, deviation = everything.mean(), max(everything.std(), 1e-8)
+        scale = (
+            self.settings.advantage_normalisation
+            if isinstance(self.settings, PpoSettings)
+            else "raw"
+        )
         parts = []
         for one in seen:
             advantages = one.advantages
-            if self.settings.advantage_normalisation == "group":
+            if scale == "group":
                 advantages = adv.normalised(advantages, one.rollout.group)
-            elif self.settings.advantage_normalisation == "batch":
+            elif scale == "batch":
                 advantages = (advantages - mean) / deviation
             parts.append(self._cut(one, advantages, exploration, warm_start))
         return joined(parts)
@@ -261,13 +373,13 @@ class Learner:
         exploration: ExplorationValues,
         warm_start: Network | None,
     ) -> Experience:
-        """One roll-out as stretches."""
+        """One rollout as sequences."""
         rollout, norm = one.rollout, self.network.value_norm
         length = rollout.chunk if self.network.config.memory else 1
         mask = torch.from_numpy(rollout.mask)
         empty = torch.zeros(*rollout.action.shape, 0)
         old = start = empty
-        if self.settings.kl_penalty:
+        if self.settings.kl_penalty or self.objective == "kl_limited":
             old = log_policy(one.logits, mask, exploration.temperature)
         if warm_start is not None:
             logits, _ = evaluate_rollout(warm_start, rollout, own_memory=False)
@@ -287,13 +399,15 @@ class Learner:
             prior=sequences(prior, length),
             starts=sequences(rollout.starts, length),
             memory=memory,
-            action=sequences(rollout.action, length),
-            log_prob=sequences(rollout.log_prob, length),
-            advantage=sequences(torch.from_numpy(advantages).float(), length),
-            target=sequences(normalised(one.returns), length),
+            choice=sequences(rollout.action, length).unsqueeze(-1),
+            log_prob=sequences(rollout.log_prob, length).unsqueeze(-1),
+            advantage=sequences(torch.from_numpy(advantages).float(), length).unsqueeze(-1),
+            weight=torch.ones(length, rollout.action.size // length, 1),
+            returns=sequences(normalised(one.returns), length),
             value=sequences(normalised(one.values), length),
             log_policy=sequences(old, length),
             start_log_policy=sequences(start, length),
+            target=sequences(empty, length),
         )
 
     # ---- normalisers ----------------------------------------------------------------------------
@@ -335,9 +449,9 @@ class Learner:
 
     def restore(self, state: Mapping[str, Array]) -> None:
         """Go on from a state of a learner of the same network."""
-        self.network.load_tensors(_with_prefix("network.", state))
+        self.network.load_tensors(_under("network.", state))
         moments = {
-            name: _with_prefix(f"adam.{name}.", state) for name in ("step", "exp_avg", "exp_avg_sq")
+            name: _under(f"adam.{name}.", state) for name in ("step", "exp_avg", "exp_avg_sq")
         }
         self._optimiser.state.clear()
         for name, parameter in self._parameters.items():
@@ -346,14 +460,35 @@ class Learner:
                     moment: torch.from_numpy(np.array(arrays[name]))
                     for moment, arrays in moments.items()
                 }
-        numbers = {name: float(value) for name, value in _with_prefix("learner.", state).items()}
-        self._penalty, self._rate = numbers["penalty"], numbers["rate"]
-        self.reward_scale.restore(
-            {name.removeprefix("reward_"): value for name, value in numbers.items()}
-        )
+        numbers = {name: float(value) for name, value in _under("learner.", state).items()}
+        if numbers:  # those of branches had none before version 0.2
+            self._penalty, self._rate = numbers["penalty"], numbers["rate"]
+            self.reward_scale.restore(
+                {name.removeprefix("reward_"): value for name, value in numbers.items()}
+            )
 
 
-def _with_prefix(prefix: str, state: Mapping[str, Array]) -> dict[str, Array]:
+def _moved(change: Tensor, weight: Tensor, clip: float) -> dict[str, Tensor]:
+    """KL divergence and share of clipped ratios, from the logarithms of ratios [..., c]."""
+    ratio, total = change.exp(), weight.sum().clamp(min=1e-9)
+    beyond = ((ratio - 1).abs() > clip).float()
+    return {
+        "kl": (weight * (ratio - 1 - change)).sum() / total,
+        "clip_fraction": (weight * beyond).sum() / total,
+    }
+
+
+def _with_start(
+    group: Experience, warm_start: Network, exploration: ExplorationValues
+) -> Experience:
+    """Return a group with the policy of the warm start, which begins with an empty memory."""
+    if group.start_log_policy.numel():
+        return group
+    fresh = replace(group, memory=warm_start.first_memory(len(group)))
+    return replace(group, start_log_policy=log_policies(warm_start, fresh, exploration.temperature))
+
+
+def _under(prefix: str, state: Mapping[str, Array]) -> dict[str, Array]:
     """The entries whose names begin so, without the beginning."""
     return {name.removeprefix(prefix): a for name, a in state.items() if name.startswith(prefix)}
 

@@ -6,7 +6,9 @@ sglang-router and vllm-router in a virtual environment ``.venv-peers``, nginx on
 ``added_p50_ms`` is the median latency on one connection less that of the direct way, ``rps`` the
 requests per second on 32 connections, ``cpu_us`` the contender's CPU time per request, all threads.
 ``several`` are the same figures of several router processes that share a port. With ``--before``
-the router of an older checkout is one more contender, to see what a change costs.
+the router of an older checkout is one more contender, to see what a change costs. With ``--keys``
+our router has that many clients with keys, models and limits of every kind; the load is one of
+them and stays below its limits.
 All contenders take turns in short rounds, so that what else the machine does hits them alike; the
 figures are medians over the rounds. The load on 32 connections is made by wrk if it is there, else
 by a client of our own, which is slower and then may be the limit: ``client`` says which.
@@ -182,6 +184,21 @@ def load(
     return {"rps": done / took, "cpu_us": used / max(1, done) * 1e6}
 
 
+def write_clients(folder: Path, count: int) -> Path:
+    """Write settings with clients; the first has the key that the load shows."""
+    path, keys = folder / "clients.toml", ["none", *(f"key-{i}" for i in range(1, count))]
+    parts = []
+    for i, key in enumerate(keys):
+        (folder / f"key-{i}").write_text(key)
+        parts.append(
+            f'[[clients]]\nname = "client-{i}"\nkey_file = "{folder / f"key-{i}"}"\n'
+            'models = ["m", "m-*"]\npriorities = [-1]\nrequests_per_s = 1e6\n'
+            "tokens_per_minute = 1_000_000_000_000\nconcurrent = 1_000_000\n"
+        )
+    path.write_text("\n".join(parts))
+    return path
+
+
 def measure(made: Rig, size_kb: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contenders with bodies of one size.
 
@@ -244,10 +261,15 @@ def main() -> None:
         "--before", type=Path, metavar="CHECKOUT",
         help="also the router of another checkout of this repository, as `before`",
     )  # fmt: skip
+    parser.add_argument(
+        "--keys", type=int, default=0, metavar="N", help="give our router N clients with limits"
+    )
     options = parser.parse_args()
     with rig() as made:
         made.start_backends()
         more = options.router.split()
+        if options.keys:
+            more += ["--config", str(write_clients(made.folder, options.keys))]
         made.contenders = [made.direct, made.start_router(*more, policy=options.policy)]
         for routers in options.routers:
             router = made.start_router(*more, policy=options.policy, routers=routers)

@@ -27,7 +27,9 @@ _KERNEL_SOURCES = (
         "sim/*.py",
     ),
     *("learn/kernels.py", "learn/improve/fused_kernels.py", "learn/improve/rollout.py"),
-    *("router/intake/*.py", "router/state/*.py"),
+    *("router/access/accounts.py", "router/access/atomic.py", "router/state/kernels.py"),
+    *("router/intake/fast_body.py", "router/intake/hashing.py", "router/intake/json_scan.py"),
+    "router/intake/model_field.py",
 )
 
 

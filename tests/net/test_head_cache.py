@@ -88,10 +88,8 @@ def test_a_remembered_head_is_read_as_a_new_one(heads_lines: list[list[bytes]]) 
         assert (head.chunked, head.keep_alive, head.target) == (
             fresh.chunked, fresh.keep_alive, fresh.target,
         )  # fmt: skip
-        for authorization in (True, False):
-            assert head.passed(authorization=authorization) == fresh.passed(
-                authorization=authorization
-            )
+        for keys in (True, False):
+            assert head.passed(keys=keys) == fresh.passed(keys=keys)
 
 
 @settings(deadline=None)
@@ -166,8 +164,8 @@ def test_a_recognised_head_is_read_as_a_new_one(
         assert end == len(other)
         if isinstance(reader, RequestHeadCache):
             assert parse_request(other).length == length
-            assert parse_request(other).passed(authorization=True) == reader.last[2].passed(  # type: ignore[call-arg]
-                authorization=True
+            assert parse_request(other).passed(keys=True) == reader.last[2].passed(  # type: ignore[call-arg]
+                keys=True
             )
         else:
             fresh = parse_response(other, b"POST")

@@ -198,7 +198,7 @@ def test_a_client_that_sends_far_ahead_is_held_up() -> None:
 )
 def test_who_closes_when(version: str, connection: str, closes: bool) -> None:
     async def test() -> None:
-        async with world(1) as w:
+        async with world(1, paths=["/x"]) as w:
             client = await w.client()
             line = f"Connection: {connection}\r\n" if connection else ""
             client.send(f"GET /x HTTP/{version}\r\nHost: x\r\n{line}\r\n".encode())

@@ -309,6 +309,7 @@ def settings_for(backends: list[Backend], **over: Any) -> ServeSettings:
         "admin": {"listen": "127.0.0.1:0"},
         "routing": {"policy": "round_robin", "limit_ms": 10_000},
         "metrics": {"path": "off"},
+        "models": {"path": "off"},
         "tokens": {"source": "estimate"},
         "health": {"interval_s": 1000},
         **over,

@@ -45,6 +45,10 @@ _PORT = click.IntRange(0, 65_535)
 )  # fmt: skip
 @option("--model", default="emulated", help="Name of the model that is served.")
 @option(
+    "--adapter", "adapters", multiple=True, metavar="NAME",
+    help="A LoRA adapter that is served beside it; may be repeated.",
+)  # fmt: skip
+@option(
     "--max-model-len", "max_tokens", type=click.IntRange(2),
     help="Most tokens of prompt and answer; default: what the KV cache holds.",
 )  # fmt: skip

@@ -57,8 +57,9 @@ class EmulatedConnection(ClientConnection):
 
     internal_error = "internal error of the emulated server"
 
-    def error_body(self, status: int, why: str) -> bytes:
+    def error_body(self, status: int, why: str, code: str | None = None) -> bytes:
         """Build the body of an error found while reading a request."""
+        del code
         return ApiError(status, why).body()
 
     def reply(
@@ -114,6 +115,9 @@ class Listener:
 
     def refused(self, status: int, why: str) -> None:
         """Requests that cannot be read are not counted."""
+
+    def check_head(self, head: RequestHead) -> None:
+        """All bodies are read."""
 
     def handle(self, request: HttpRequest) -> Work | None:
         """Respond now, or return what will respond later."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import Self
 
 from tailrace.config import Cluster, parse
@@ -39,6 +40,7 @@ class Emulator:
         port: int = 0,
         time_scale: float = 1.0,
         model: str = "emulated",
+        adapters: Sequence[str] = (),
         max_tokens: int | None = None,
         seed: int = 0,
         faults: bool = False,
@@ -53,6 +55,7 @@ class Emulator:
         self._host, self._first_port, self._admin_port = host, port, admin_port
         self._time_scale = time_scale
         self._model, self._max_tokens, self._seed = model, max_tokens, seed
+        self._adapters = tuple(adapters)
         self._faults = faults
         self._old_metric_names = old_metric_names
         self._tokens_per_event = tokens_per_event
@@ -123,7 +126,7 @@ class Emulator:
         if self._max_tokens is not None:
             most = min(most, self._max_tokens)
         replica = EmulatedReplica(number, config, clock, Meter(self._time_scale))
-        served = Served(self._model, most, self._seed, self._tokens_per_event)
+        served = Served(self._model, most, self._seed, self._tokens_per_event, self._adapters)
         return EmulatedService(replica, served, old_names=self._old_metric_names)
 
     async def _listen(self, number: int) -> None:

@@ -42,6 +42,8 @@ class Served:
     seed: int = 0
     tokens_per_event: int = 1
     """Of a stream, after its first; a busy vLLM puts several into one."""
+    adapters: tuple[str, ...] = ()
+    """LoRA adapters, which are models of their own."""
 
 
 def read_generation(
@@ -68,7 +70,7 @@ def read_generation(
 def check_model(body: Mapping[str, Any], served: Served) -> None:
     """Refuse a model that is not served."""
     model = body.get("model")
-    if model is not None and model != served.model:
+    if model is not None and model != served.model and model not in served.adapters:
         raise ApiError(404, f"The model `{model}` does not exist.", "NotFoundError")
 
 

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -12,6 +13,14 @@ from tailrace.config import Replica
 from tailrace.emulate import metrics_page, tokenizer
 from tailrace.emulate.connection import ApiError, EmulatedConnection, Listener, read_object
 from tailrace.emulate.faults import Fault
+from tailrace.emulate.other_apis import (
+    MessageStreamed,
+    MessageWhole,
+    ResponseStreamed,
+    ResponseWhole,
+    StoredResponses,
+    message_body,
+)
 from tailrace.emulate.replica import EmulatedReplica
 from tailrace.emulate.request_body import Served, check_model, completion_prompt, read_generation
 from tailrace.emulate.responses import Streamed, Whole
@@ -37,6 +46,7 @@ class EmulatedService(Listener):
         self._served = served
         self._old_names = old_names
         self._ids = itertools.count()
+        self._stored = StoredResponses()
 
     def respond(self, client: EmulatedConnection, request: HttpRequest) -> Work | None:
         """Respond as the path and the present fault say."""
@@ -69,31 +79,120 @@ class EmulatedService(Listener):
         generation.submit(self.replica)
         return generation
 
+    def _message(self, client: EmulatedConnection, request: HttpRequest) -> Work:
+        body = message_body(read_object(request.body))
+        wanted = read_generation(body, request.head.lower, self._served, chat=True)
+        message_id = f"msg_{self.replica.number:02x}{next(self._ids):014x}"
+        form = MessageStreamed if wanted.streams else MessageWhole
+        generation = form(client, request.head, wanted, message_id, self._served)
+        generation.submit(self.replica)
+        return generation
+
+    def _response(self, client: EmulatedConnection, request: HttpRequest) -> Work:
+        body = self._stored.chat_body(read_object(request.body))
+        wanted = read_generation(body, request.head.lower, self._served, chat=True)
+        response_id = f"resp_{self.replica.number:02x}{next(self._ids):014x}"
+        if body.get("store") is not False:
+            self._stored.keep(response_id, body["messages"], wanted)
+        form = ResponseStreamed if wanted.streams else ResponseWhole
+        generation = form(client, request.head, wanted, response_id, self._served)
+        generation.submit(self.replica)
+        return generation
+
+    def _rerank(self, client: EmulatedConnection, request: HttpRequest) -> None:
+        body = read_object(request.body)
+        check_model(body, self._served)
+        query, documents = body.get("query"), body.get("documents")
+        if not isinstance(query, str) or not isinstance(documents, list):
+            raise ApiError(400, "query must be a text and documents a list")
+        pairs = [(query, str(document)) for document in documents]
+        results: list[dict[str, Any]] = [
+            {"index": k, "document": {"text": pair[1]}, "relevance_score": _score(*pair)}
+            for k, pair in enumerate(pairs)
+        ]
+        results.sort(key=lambda result: -result["relevance_score"])
+        used = {"total_tokens": _pair_tokens(pairs)}
+        client.reply_json(
+            request.head,
+            {"id": f"rerank-{next(self._ids):016x}", "model": self._served.model, "usage": used,
+             "results": results[: body.get("top_n") or None]}
+        )  # fmt: skip
+
+    def _score(self, client: EmulatedConnection, request: HttpRequest) -> None:
+        body = read_object(request.body)
+        check_model(body, self._served)
+        first, second = (_texts(body.get(name)) for name in ("text_1", "text_2"))
+        if not first or not second:
+            raise ApiError(400, "text_1 and text_2 must be texts")
+        pairs = [(first[k % len(first)], text) for k, text in enumerate(second)]
+        data = [
+            {"index": k, "object": "score", "score": _score(*pair)} for k, pair in enumerate(pairs)
+        ]
+        self._reply_data(client, request, "score", data, _pair_tokens(pairs))
+
+    def _pool(self, client: EmulatedConnection, request: HttpRequest, *, kind: str) -> None:
+        """Answer with numbers made of each prompt: a vector, or a class."""
+        body = read_object(request.body)
+        check_model(body, self._served)
+        prompts = [completion_prompt(text) for text in _texts(body.get("input"))]
+        if not prompts:
+            raise ApiError(400, "input must be a text or a list of texts")
+        vectors = [_embedding(prompt) for prompt in prompts]
+        data = [
+            {"index": k, "object": kind, "data": vector}
+            if kind == "pooling"
+            else {"index": k, "label": f"LABEL_{int(vector[0] > 0)}", "probs": [0.5, 0.5],
+                  "num_classes": 2}
+            for k, vector in enumerate(vectors)
+        ]  # fmt: skip
+        self._reply_data(client, request, kind, data, sum(map(tokenizer.count, prompts)))
+
+    def _reply_data(
+        self,
+        client: EmulatedConnection,
+        request: HttpRequest,
+        kind: str,
+        data: list[dict[str, Any]],
+        tokens: int,
+    ) -> None:
+        used = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
+        client.reply_json(
+            request.head,
+            {"id": f"{kind}-{next(self._ids):016x}", "object": "list", "created": int(time.time()),
+             "model": self._served.model, "data": data, "usage": used}
+        )  # fmt: skip
+
+    def _count_tokens(self, client: EmulatedConnection, request: HttpRequest) -> None:
+        body = message_body(read_object(request.body))
+        check_model(body, self._served)
+        try:
+            tokens = tokenizer.chat_tokens(body["messages"] or [], body.get("tools"))
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, str(error)) from None
+        client.reply_json(request.head, {"input_tokens": tokenizer.count(tokens)})
+
     def _embed(self, client: EmulatedConnection, request: HttpRequest) -> None:
         body = read_object(request.body)
         check_model(body, self._served)
-        given = body.get("input")
-        inputs = given if isinstance(given, list) and given and not _is_id(given[0]) else [given]
-        prompts = [completion_prompt(one) for one in inputs]
+        prompts = [completion_prompt(one) for one in _texts(body.get("input")) or [None]]
         data = [
             {"index": k, "object": "embedding", "embedding": _embedding(prompt)}
             for k, prompt in enumerate(prompts)
         ]
-        tokens = sum(map(tokenizer.count, prompts))
-        used = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0}
-        client.reply_json(
-            request.head,
-            {"id": f"embd-{next(self._ids):016x}", "object": "list", "created": int(time.time()),
-             "model": self._served.model, "data": data, "usage": used}
-        )  # fmt: skip
+        self._reply_data(client, request, "embd", data, sum(map(tokenizer.count, prompts)))
 
     def _models(self, client: EmulatedConnection, request: HttpRequest) -> None:
-        about = {
-            "id": self._served.model, "object": "model", "created": int(time.time()),
-            "owned_by": "vllm", "root": self._served.model, "parent": None,
-            "max_model_len": self._served.max_model_len, "permission": [],
-        }  # fmt: skip
-        client.reply_json(request.head, {"object": "list", "data": [about]})
+        served = self._served
+        about = {"object": "model", "created": int(time.time()), "owned_by": "vllm"}
+        models: list[dict[str, Any]] = [
+            {"id": served.model, **about, "root": served.model, "parent": None,
+             "max_model_len": served.max_model_len, "permission": []}
+        ]  # fmt: skip
+        models += [
+            {"id": name, **about, "root": name, "parent": served.model, "permission": []}
+            for name in served.adapters
+        ]
+        client.reply_json(request.head, {"object": "list", "data": models})
 
     def _health(self, client: EmulatedConnection, request: HttpRequest) -> None:
         client.reply(request.head, 200, b"")
@@ -140,7 +239,18 @@ class EmulatedService(Listener):
 _ROUTES: dict[bytes, dict[bytes, _Handler]] = {
     b"/v1/chat/completions": {b"POST": partial(EmulatedService._generate, chat=True)},
     b"/v1/completions": {b"POST": partial(EmulatedService._generate, chat=False)},
+    b"/v1/messages": {b"POST": EmulatedService._message},
+    b"/v1/messages/count_tokens": {b"POST": EmulatedService._count_tokens},
+    b"/v1/responses": {b"POST": EmulatedService._response},
     b"/v1/embeddings": {b"POST": EmulatedService._embed},
+    **{
+        path: {b"POST": EmulatedService._rerank}
+        for path in (b"/rerank", b"/v1/rerank", b"/v2/rerank")
+    },
+    b"/score": {b"POST": EmulatedService._score},
+    b"/v1/score": {b"POST": EmulatedService._score},
+    b"/pooling": {b"POST": partial(EmulatedService._pool, kind="pooling")},
+    b"/classify": {b"POST": partial(EmulatedService._pool, kind="classify")},
     b"/v1/models": {b"GET": EmulatedService._models},
     b"/health": {b"GET": EmulatedService._health},
     b"/ping": {b"GET": EmulatedService._health, b"POST": EmulatedService._health},
@@ -172,6 +282,22 @@ def _embedding(prompt: bytes) -> list[float]:
     seed = xxhash.xxh3_64_intdigest(prompt)
     values = np.random.default_rng(seed).standard_normal(EMBEDDING_SIZE)
     return [round(float(value), 6) for value in values / np.linalg.norm(values)]
+
+
+def _texts(given: Any) -> list[Any]:
+    """Return one text or several as a list; token ids are one text."""
+    if isinstance(given, list) and given and not _is_id(given[0]):
+        return given
+    return [given] if given else []
+
+
+def _score(first: str, second: str) -> float:
+    """Return how alike two texts are, by nothing but chance."""
+    return round(xxhash.xxh3_64_intdigest(f"{first}\0{second}".encode()) / 2.0**64, 6)
+
+
+def _pair_tokens(pairs: list[tuple[str, str]]) -> int:
+    return sum(tokenizer.count(tokenizer.text_tokens(text)) for pair in pairs for text in pair)
 
 
 def _is_id(value: object) -> bool:

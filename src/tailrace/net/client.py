@@ -428,11 +428,17 @@ class Pool:
         """Open connections, idle ones included."""
         return len(self._open)
 
-    def request_head(self, request: RequestHead, body_bytes: int, request_id: bytes) -> bytes:
-        """Build the head for a client's request that is passed on to this server."""
+    def request_head(
+        self, request: RequestHead, body_bytes: int, request_id: bytes, *, keys: bool = True
+    ) -> bytes:
+        """Build the head for a client's request that is passed on to this server.
+
+        ``keys``: the client's own keys may be passed on, if this server has none of ours.
+        """
         return upstream_head(
-            request, self._host, self._prefix, body_bytes, request_id, self._authorization
-        )
+            request, self._host, self._prefix, body_bytes, request_id, self._authorization,
+            keys=keys,
+        )  # fmt: skip
 
     def head(self, method: bytes, path: bytes, body_bytes: int, lines: bytes = b"") -> bytes:
         """Build the head of a request of this process; ``lines``: headers, each ended by CRLF."""

@@ -18,6 +18,8 @@ HOP_BY_HOP = frozenset(
     (b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization",
      b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"http2-settings")
 )  # fmt: skip
+#: Headers with the key of a client, in lower case.
+KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))
 #: Request headers we set ourselves.
 _OURS = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
 _ROUTER_HEADERS = b"x-tailrace-"
@@ -43,10 +45,15 @@ REASONS = {
 class RefusedError(Exception):
     """A request that is not accepted: the status to respond with, and the reason."""
 
-    def __init__(self, status: int, why: str) -> None:
+    def __init__(
+        self, status: int, why: str, code: str | None = None, *, headers: bytes = b""
+    ) -> None:
+        """``code``: of the error, by default the status; ``headers``: lines, each ended by CRLF."""
         super().__init__(why)
         self.status = status
         self.why = why
+        self.code = code
+        self.headers = headers
 
 
 class RequestHead:
@@ -74,11 +81,14 @@ class RequestHead:
         """Whether the client declared a body, by a length or as chunked."""
         self._passed: dict[bool, bytes] = {}
 
-    def passed(self, *, authorization: bool) -> bytes:
-        """Return the header lines to pass on to a backend, each with CRLF before it."""
-        lines = self._passed.get(authorization)
+    def passed(self, *, keys: bool) -> bytes:
+        """Return the header lines to pass on to a backend, each with CRLF before it.
+
+        ``keys``: the client's keys are passed on too.
+        """
+        lines = self._passed.get(keys)
         if lines is None:
-            lines = self._passed[authorization] = _passed_lines(self, authorization)
+            lines = self._passed[keys] = _passed_lines(self, keys)
         return lines
 
     # Called by httptools.
@@ -214,9 +224,14 @@ def upstream_head(
     body_bytes: int,
     request_id: bytes,
     authorization: bytes | None,
+    *,
+    keys: bool = True,
 ) -> bytes:
-    """Build the head for a backend: its own host, our framing, no hop-by-hop headers."""
-    passed = request.passed(authorization=authorization is None)
+    """Build the head for a backend: its own host, our framing, no hop-by-hop headers.
+
+    ``keys``: the client's keys are passed on, unless there is an ``authorization`` of the backend.
+    """
+    passed = request.passed(keys=keys and authorization is None)
     start = b"%b %b%b HTTP/1.1\r\nhost: %b%b" % (
         request.method, prefix, request.target, backend, passed,
     )  # fmt: skip
@@ -229,14 +244,14 @@ def upstream_head(
     return b"%b\r\nx-request-id: %b\r\n\r\n" % (start, request_id)
 
 
-def _passed_lines(request: RequestHead, authorization: bool) -> bytes:
+def _passed_lines(request: RequestHead, keys: bool) -> bytes:
     dropped = HOP_BY_HOP | _OURS
     if b"connection" in request.lower:
         named = connection_tokens(request.headers)
         # End-to-end headers cannot be removed by naming them in Connection.
         dropped = dropped | (named - {b"authorization", b"content-type", b"accept"})
-    if not authorization:
-        dropped = dropped | {b"authorization"}
+    if not keys:
+        dropped = dropped | KEY_HEADERS
     return b"".join(
         b"\r\n%b: %b" % (name, value)
         for name, value in request.headers

@@ -86,6 +86,9 @@ class Service(Protocol):
     def closed(self, client: "ClientConnection") -> None:
         """Forget a connection that has ended."""
 
+    def check_head(self, head: RequestHead) -> None:
+        """Raise ``RefusedError`` if a request is not served; called before its body is read."""
+
     def handle(self, request: HttpRequest) -> Work | None:
         """Start handling a request; None: it has been responded to."""
 
@@ -364,8 +367,8 @@ class ClientConnection(asyncio.Protocol):
                 if complete:
                     break
         except RefusedError as refused:
-            extra = b"retry-after: 1\r\n" if refused.status == 503 else b""
-            self._refuse(refused.status, refused.why, extra)
+            extra = b"retry-after: 1\r\n" if refused.status == 503 else refused.headers
+            self._refuse(refused.status, refused.why, extra, refused.code)
             return
         except BrokenMessageError as broken:
             self._refuse(400, str(broken))
@@ -442,6 +445,7 @@ class ClientConnection(asyncio.Protocol):
         self._head = head
         if length > limits.body_bytes:
             raise RefusedError(413, f"the request body is longer than {limits.body_bytes} bytes")
+        self._service.check_head(head)
         self._reader = RequestChunks() if head.chunked else LengthReader(length)
         self._service.held.receiving.add(self)
         self._deadline = self._service.now + limits.body_s
@@ -542,11 +546,11 @@ class ClientConnection(asyncio.Protocol):
         )
         self.end(keep=keep)
 
-    def error_body(self, status: int, why: str) -> bytes:
+    def error_body(self, status: int, why: str, code: str | None = None) -> bytes:
         """Build the body of an error response of this connection."""
-        return error_body(status, why)
+        return error_body(status, why, code)
 
-    def _refuse(self, status: int, why: str, extra: bytes = b"") -> None:
+    def _refuse(self, status: int, why: str, extra: bytes = b"", code: str | None = None) -> None:
         """Respond with an error and read no more: the end of this request is unknown."""
         self._service.refused(status, why)
         self._closing = True
@@ -555,7 +559,7 @@ class ClientConnection(asyncio.Protocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        body = self.error_body(status, why)
+        body = self.error_body(status, why, code)
         transport.write(build_response(status, body, keep_alive=False, extra=extra))
         if self._eof:
             transport.close()
@@ -577,14 +581,16 @@ def _is_reset(transport: asyncio.Transport) -> bool:
 
 
 _KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error",
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error",
+    404: "not_found_error",
     413: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
 }  # fmt: skip
 
 
-def error_body(status: int, message: str, code: str | None = None) -> bytes:
-    """Build an error body in OpenAI's form."""
+def error_body(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> bytes:
+    """Build an error body in OpenAI's form; ``param``: the part of the request it is about."""
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return orjson.dumps(
-        {"error": {"message": message, "type": kind, "param": None, "code": code or str(status)}}
-    )
+    error = {"message": message, "type": kind, "param": param, "code": code or str(status)}
+    return orjson.dumps({"error": error})

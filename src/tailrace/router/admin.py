@@ -10,6 +10,7 @@ import orjson
 from tailrace.errors import TailraceError
 from tailrace.net.byte_budget import ByteBudget
 from tailrace.net.head_cache import RequestHeadCache
+from tailrace.net.heads import RequestHead
 from tailrace.net.limits import ConnectionLimits
 from tailrace.net.server import ClientConnection, HttpRequest, Work, error_body
 
@@ -68,6 +69,9 @@ class Admin:
 
     def refused(self, status: int, why: str) -> None:
         """Requests that were not accepted are not counted here."""
+
+    def check_head(self, head: RequestHead) -> None:
+        """Bodies are short here: all are read."""
 
     def handle(self, request: HttpRequest) -> Work | None:
         """Respond at once, or ask all workers first."""

@@ -16,11 +16,16 @@ from tailrace.net.byte_budget import ByteBudget
 from tailrace.net.chunk_kernel import RequestChunks
 from tailrace.net.client import FetchError
 from tailrace.net.head_cache import RequestHeadCache
+from tailrace.net.heads import RequestHead
 from tailrace.net.server import ClientConnection, HttpRequest, Service, Work, error_body
 from tailrace.router import listening, process
+from tailrace.router.access import refusals
+from tailrace.router.access.accounts import ADMITTED
+from tailrace.router.access.keyring import Client, Keyring
 from tailrace.router.admin import JSON, Admin, AdminResponse, AdminRoutes, TakesBody, json
 from tailrace.router.configuration import Configuration, ConfigurationStore
 from tailrace.router.decide.chooser import Chooser
+from tailrace.router.intake.routes import LIVE, MODELS, OTHER, READY, Route, RouteTable
 from tailrace.router.intake.tokens import TokenCounter
 from tailrace.router.observe import prometheus, status
 from tailrace.router.observe.decision_log import DecisionLog, load_salt
@@ -28,7 +33,9 @@ from tailrace.router.observe.events import EventSink
 from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.snapshot import RouterSnapshot
 from tailrace.router.observe.telemetry import Telemetry
+from tailrace.router.proxy import models
 from tailrace.router.proxy.backends import Backend, BackendChange, Backends
+from tailrace.router.proxy.catalogue import ModelCatalogue
 from tailrace.router.proxy.dispatcher import RequestDispatcher
 from tailrace.router.proxy.models import ModelsRequest
 from tailrace.router.serve_settings import ServeSettings
@@ -88,12 +95,17 @@ class Router:
             configuration, settings, cluster, Chooser(cluster, settings.routing), room,
             self._retired,
         )  # fmt: skip
+        self.models = ModelCatalogue(self.backends, settings.models, clock)
         self.dispatcher = RequestDispatcher(
-            settings, self.backends, events or self.telemetry, self.decision_log
+            settings, self.backends, events or self.telemetry, self.decision_log, self.models
         )
         self.scraper = Scraper(cluster, self._fetch_metrics, settings.metrics, self._present)
         self.admin = Admin(self._admin_routes(), settings.admin.token())
-        self.client_routes = self._client_routes()
+        self.routes = RouteTable(settings.paths)
+        self.keyring = self._keyring(settings)
+        self._own_endpoints: dict[str, Callable[[HttpRequest, Client | None], Work | None]] = {
+            LIVE: self._respond_live, READY: self._respond_ready, MODELS: self._respond_models,
+        }  # fmt: skip
         # What a listener needs (net.server.Service).
         self.limits = settings.limits
         self.heads = RequestHeadCache()
@@ -120,16 +132,6 @@ class Router:
         self.dispatcher.context.events = events
 
     # Endpoints.
-
-    def _client_routes(self) -> dict[tuple[bytes, bytes], Callable[[HttpRequest], Work | None]]:
-        """Return what the router answers clients itself; all else goes to a backend."""
-        served = {
-            b"/health": self._respond_ready,
-            b"/ready": self._respond_ready,
-            b"/live": self._respond_live,
-            b"/v1/models": self._respond_models,
-        }
-        return {(m, path): endpoint for path, endpoint in served.items() for m in (b"GET", b"HEAD")}
 
     def _admin_routes(self) -> AdminRoutes:
         """Return the endpoints of the admin listener; ``workers/aggregate.py`` merges responses."""
@@ -164,17 +166,22 @@ class Router:
         state = "draining" if self.draining else "ok" if good else "no replica is available"
         return 200 if good else 503, orjson.dumps({"status": state, "available": available})
 
-    def _respond_ready(self, request: HttpRequest) -> None:
+    def _respond_ready(self, request: HttpRequest, client: Client | None) -> None:
+        del client
         request.client.respond(request.head, *self.readiness())
 
-    def _respond_live(self, request: HttpRequest) -> None:
+    def _respond_live(self, request: HttpRequest, client: Client | None) -> None:
+        del client
         request.client.respond(request.head, 200, _OK)
 
-    def _respond_models(self, request: HttpRequest) -> Work | None:
+    def _respond_models(self, request: HttpRequest, client: Client | None) -> Work | None:
         available = [b for b in self.backends.all if b.health.available]
-        if available:
-            return ModelsRequest(request, available)
-        request.client.respond(request.head, 503, error_body(503, "no replica is available"))
+        if not available:
+            request.client.respond(request.head, 503, error_body(503, "no replica is available"))
+        elif client is None and not self.models.is_complete:
+            return ModelsRequest(request, available, self.models)  # perhaps with its key they tell
+        else:
+            models.respond(request, client, self.models.listed())
         return None
 
     # What a listener needs.
@@ -193,10 +200,42 @@ class Router:
         del why
         self.events.request_done(None, status, "refused", "other")
 
+    def check_head(self, head: RequestHead) -> None:
+        """Refuse who has no key and what is not served before the body is read."""
+        self._route_and_client(head)
+
+    def _route_and_client(self, head: RequestHead) -> tuple[Route, Client | None]:
+        """Return what a request asks for and who asks; the client is None if no key is needed."""
+        route, client = self.routes.find(head.path), None
+        if not self.keyring.is_open and (route is None or route.needs_key):
+            client = self.keyring.find(head)
+            if client is None:
+                raise refusals.no_key()
+        if route is None:
+            raise refusals.no_path(head.method.decode(), head.path.decode("latin-1"))
+        if head.method not in route.methods:
+            raise refusals.no_method(route.path, route.methods)
+        return route, client
+
     def handle(self, request: HttpRequest) -> Work | None:
         """Begin with a request."""
-        endpoint = self.client_routes.get((request.head.method, request.path))
-        return self.dispatcher.start(request) if endpoint is None else endpoint(request)
+        kind = OTHER
+        try:
+            route, client = self._route_and_client(request.head)
+            kind = route.kind
+            if client is not None:
+                why, wait_s = client.account.begin(self.dispatcher.now_ns())
+                if why != ADMITTED:
+                    raise refusals.too_much(why, wait_s)
+        except refusals.RefusedRequest as refused:
+            self.dispatcher.refuse(request, kind, refused)
+            return None
+        endpoint = self._own_endpoints.get(kind)
+        if endpoint is None:
+            return self.dispatcher.start(request, kind, client)
+        if client is not None:
+            client.account.end()
+        return endpoint(request, client)
 
     # Life cycle.
 
@@ -217,6 +256,7 @@ class Router:
         RequestChunks().feed(b"0\r\n\r\n")  # compile it now
         self.catch_up()
         self._report_worker()
+        await self.models.ask()
         settings = self.settings
         self._servers, self._listen_at = await _serve(
             settings.listen, self, shared=settings.share_port
@@ -232,6 +272,7 @@ class Router:
                 raise
         self._spawn(self._sweep())
         self._spawn(self._probe())
+        self._spawn(self.models.run())
         self._spawn(self.scraper.run())
         self._spawn(self.telemetry.run(self.snapshot))
 
@@ -374,13 +415,13 @@ class Router:
         room = self.backends.room
         is_idle = self.backends.is_idle if room is None else room.is_idle
         new = change(self.configuration).placed(self._store.room, is_idle)
-        settings, prepared = self._prepare(new)
+        settings, prepared, keyring = self._prepare(new)
         try:
             self._store.publish(new)
         except BaseException:
             prepared.discard()
             raise
-        return self._apply(new, settings, prepared)
+        return self._apply(new, settings, prepared, keyring)
 
     def catch_up(self) -> None:
         """Go by the latest configuration, if another worker has changed it."""
@@ -392,16 +433,26 @@ class Router:
         except TailraceError as error:
             _log.error("this worker keeps its settings", extra={"why": str(error)})
 
-    def _prepare(self, new: Configuration) -> tuple[ServeSettings, BackendChange]:
+    def _prepare(self, new: Configuration) -> tuple[ServeSettings, BackendChange, Keyring]:
         """Do what can fail."""
         settings = self._part(new.effective)
-        return settings, self.backends.prepare(settings)
+        keyring = self._keyring(settings)
+        return settings, self.backends.prepare(settings), keyring
+
+    def _keyring(self, settings: ServeSettings) -> Keyring:
+        view = self.backends.cluster.worker_view
+        return Keyring(settings.clients, view.shared.accounts, view.worker)
 
     def _apply(
-        self, new: Configuration, settings: ServeSettings, prepared: BackendChange
+        self,
+        new: Configuration,
+        settings: ServeSettings,
+        prepared: BackendChange,
+        keyring: Keyring,
     ) -> dict[str, Any]:
         """Do what cannot fail."""
         self.configuration = new
+        self.keyring, self.routes = keyring, RouteTable(settings.paths)
         self.settings = settings
         self.limits = settings.limits
         self.scraper.settings = settings.metrics
@@ -410,6 +461,7 @@ class Router:
         self.decision_log.settings = settings.decisions
         self.dispatcher.reload(settings)
         added, removed = self.backends.apply(new, settings, prepared)
+        self.models.reload(settings.models)
         self._report_worker()
         self.dispatcher.context.admit_waiting()
         return {"added": added, "removed": removed}

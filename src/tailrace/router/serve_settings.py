@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tailrace.config import MAX_REPLICAS, Settings, assign, load_toml, parse
 from tailrace.errors import TailraceError
 from tailrace.net.limits import Seconds
+from tailrace.router.access.accounts import MAX_CLIENTS
+from tailrace.router.access.keyring import Keyring
 from tailrace.router.decide.chooser import ChooserSettings
+from tailrace.router.intake.routes import INFERENCE_PATHS, is_listable
 from tailrace.router.intake.tokens import TokenSettings
 from tailrace.router.observe.decision_log import DecisionLogSettings
 from tailrace.router.observe.scrape import ScrapeSettings
@@ -20,9 +23,11 @@ from tailrace.router.settings import (
     AdminSettings,
     AdmissionSettings,
     BackendSettings,
+    ClientSettings,
     HealthSettings,
     LimitSettings,
     LogSettings,
+    ModelSettings,
     RetrySettings,
     address,
     is_loopback,
@@ -41,6 +46,11 @@ class ServeSettings(Settings):
     """Router processes that share the port, each on a core of its own; see 'Several routers'."""
     share_port: bool = False
     """Let several routers listen there (SO_REUSEPORT): the system spreads connections over them."""
+    clients: tuple[ClientSettings, ...] = Field(default=(), max_length=MAX_CLIENTS)
+    """Clients with keys; none: whoever reaches the router may use it."""
+    paths: tuple[str, ...] = INFERENCE_PATHS
+    """Paths that are passed on to backends, to the letter; `/*` at the end stands for all below."""
+    models: ModelSettings = ModelSettings()
     routing: ChooserSettings = ChooserSettings()
     metrics: ScrapeSettings = ScrapeSettings()
     decisions: DecisionLogSettings = DecisionLogSettings()
@@ -60,8 +70,36 @@ class ServeSettings(Settings):
     """A process of several that does nothing for so long is killed and started again."""
     drain_s: Seconds = 30.0
     """How long requests in progress may go on after that."""
-    explain: bool = True
-    """Answer with X-Tailrace-Replica, X-Tailrace-Policy and X-Tailrace-Reason."""
+    explain: bool | None = None
+    """Tell clients where a request went and why: X-Tailrace-Replica, -Policy and -Reason, and the
+    replica in errors; default: only if it listens on loopback and there are no `clients`."""
+
+    @field_validator("paths")
+    @classmethod
+    def _are_paths(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for path in value:
+            if not is_listable(path):
+                raise ValueError(
+                    f"'{path[:80]}' is no path; write it like /v1/embeddings or /v1/audio/*"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _clients(self) -> Self:
+        names = [client.name for client in self.clients]
+        double = sorted({name for name in names if names.count(name) > 1})
+        if double:
+            raise ValueError(
+                f"two clients are called {double[0]}; one client may have several keys"
+            )
+        return self
+
+    @property
+    def explains(self) -> bool:
+        """Whether clients for whom nothing else is set are told where requests go and why."""
+        if self.explain is None:
+            return is_loopback(address(self.listen)[0]) and not self.clients
+        return self.explain
 
     @model_validator(mode="after")
     def _addresses(self) -> Self:
@@ -98,4 +136,5 @@ def load(
         )
     for backend in settings.backends:
         backend.api_key()  # a key that is missing is said at once
+    Keyring(settings.clients)
     return settings

@@ -6,10 +6,11 @@ anywhere but here, and no key is ever written here: only the name of the variabl
 
 import ipaddress
 import os
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tailrace.config import Replica, Settings
 from tailrace.errors import TailraceError
@@ -17,6 +18,10 @@ from tailrace.net.limits import ConnectionLimits, Seconds
 from tailrace.net.origin import Origin
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+ModelName = Annotated[str, Field(min_length=1, max_length=256)]
+
+#: Longest key of a client, in bytes.
+MAX_KEY_BYTES = 1024
 
 
 class BackendSettings(Settings):
@@ -30,6 +35,8 @@ class BackendSettings(Settings):
     """Environment variable with this server's API key; it replaces the client's Authorization."""
     max_in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
     """Most requests it gets at once; default: `admission.max_in_flight`."""
+    models: tuple[ModelName, ...] = ()
+    """Models and LoRA adapters it serves; default: its own /v1/models is asked."""
     server: Replica = Replica()
     """What kind of server it is (device, KV blocks, batch size), as in a scenario's replica."""
 
@@ -69,6 +76,90 @@ class BackendSettings(Settings):
                 "API key; set it, or remove api_key_env"
             )
         return key
+
+
+class ClientSettings(Settings):
+    """A client with a key, and what it may use; without any, whoever reaches the router may."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9._@-]{1,64}$")
+    """Name in logs, metrics and status."""
+    key_env: tuple[str, ...] = ()
+    """Environment variables that hold its keys, one each; all of them are valid."""
+    key_file: tuple[Path, ...] = ()
+    """Files that hold its keys, one per line; a reload reads them again. Lines with # are notes."""
+    models: tuple[ModelName, ...] = ()
+    """Models it may use, by the names clients see; `*` at the end stands for any ending; default:
+    all."""
+    priorities: tuple[Annotated[int, Field(ge=-(2**31), lt=2**31)], ...] = ()
+    """Priorities it may ask for beside 0; lower goes first."""
+    requests_per_s: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
+    """Requests per second on average; as many as one second has may come at once."""
+    tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
+    """Tokens of prompts and answers per minute on average; as many may come at once."""
+    concurrent: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Requests at once, those that wait at the router included."""
+    weight: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
+    """Share of the tokens it gets when requests have to wait, relative to other clients."""
+    explain: bool | None = None
+    """Whether its answers tell the replica and the reason; default: the router's `explain`."""
+
+    @field_validator("key_env", "key_file", mode="before")
+    @classmethod
+    def _one_or_several(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str | Path) else value
+
+    @model_validator(mode="after")
+    def _has_a_key(self) -> Self:
+        if not self.key_env and not self.key_file:
+            raise ValueError(f"client {self.name} has no key: give key_env or key_file")
+        return self
+
+    def keys(self) -> list[bytes]:
+        """Read its keys; raise if one is missing or unusable. No message holds a key."""
+        found = [
+            self._usable(os.environ.get(variable, ""), f"variable {variable}")
+            for variable in self.key_env
+        ]
+        for path in self.key_file:
+            try:
+                lines = path.read_text(encoding="ascii").splitlines()
+            except (OSError, UnicodeDecodeError):
+                raise TailraceError(f"client {self.name}: cannot read keys from {path}") from None
+            keys = [line for line in lines if line.strip() and not line.startswith("#")]
+            if not keys:
+                raise TailraceError(f"client {self.name}: there is no key in {path}")
+            found += [self._usable(key, f"a line of {path}") for key in keys]
+        return found
+
+    def _usable(self, key: str, where: str) -> bytes:
+        key = key.strip()
+        plain = key.isascii() and key.isprintable() and " " not in key
+        if not key or not plain or len(key) > MAX_KEY_BYTES:
+            raise TailraceError(
+                f"client {self.name}: {where} holds no usable key; it must be printable ASCII "
+                f"without blanks, at most {MAX_KEY_BYTES} characters"
+            )
+        return key.encode()
+
+
+class ModelSettings(Settings):
+    """Which models there are, and where."""
+
+    path: str = Field(default="/v1/models", pattern=r"^(off|/[!-~]*)$")
+    """What backends without `models` are asked; off: they are not, and any model may be there."""
+    interval_s: Seconds = 10.0
+    """Between two questions to a backend; one that comes back is asked at once."""
+    timeout_s: Seconds = 2.0
+    """For one answer."""
+    aliases: dict[ModelName, ModelName] = Field(default={})
+    """Further names of models: what clients call it = what servers call it."""
+
+    @model_validator(mode="after")
+    def _no_chains(self) -> Self:
+        chained = sorted(a for a, model in self.aliases.items() if model in self.aliases)
+        if chained:
+            raise ValueError(f"alias {chained[0]} stands for another alias")
+        return self
 
 
 class LimitSettings(ConnectionLimits):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tailrace.router.intake.request_body import BadRequest, RequestBody, kind_of, read_request
+from tailrace.router.intake.request_body import BadRequest, RequestBody, read_request
 
 
 def _read(path: str, body: Any, **headers: str) -> RequestBody:
@@ -112,23 +112,6 @@ def test_headers() -> None:
     assert (request.session, request.priority, request.ttft_slo_s) == ("head", -4, 0.25)
     odd = _read("/v1/completions", {"priority": 3}, x_priority="soon", x_slo_ttft_ms="nan")
     assert (odd.priority, odd.ttft_slo_s) == (0, None)
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/v1/chat/completions?x=1", "chat"),
-        ("/base/v1/completions/", "completion"),
-        ("/v1/embeddings", "embedding"),
-        ("/v1/responses", "response"),
-        ("/v1/models", "other"),
-        ("/v1/responses/abc", "other"),
-        ("/notcompletions", "other"),
-        ("", "other"),
-    ],
-)
-def test_kinds(path: str, kind: str) -> None:
-    assert kind_of(path) == kind
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"\xff\xfe", b'{"a": NaN}', b"[" * 2000])

@@ -13,10 +13,13 @@ class Room:
 
 
 class Item:
-    def __init__(self, name: str, room: Room, priority: int = 0) -> None:
+    def __init__(
+        self, name: str, room: Room, priority: int = 0, flow: str = "", lane: str = ""
+    ) -> None:
         self.name = name
         self.room = room
         self.priority = priority
+        self.flow, self.weight, self.cost, self.lane = flow, 1.0, 1.0, lane
         self.why: str | None = None
 
     def admitted(self) -> bool:

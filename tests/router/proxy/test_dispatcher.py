@@ -130,9 +130,9 @@ def test_usage_is_taken_from_the_answer() -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE", "POST", "PUT", "OPTIONS"])
-def test_any_path_is_passed_through(method: str) -> None:
+def test_a_listed_path_is_passed_through(method: str) -> None:
     async def test() -> None:
-        async with world(2) as w:
+        async with world(2, paths=["/any/*"]) as w:
             request = f"{method} /any/path?q=%20 HTTP/1.1\r\nHost: x\r\n\r\n".encode()
             answer = await w.ask(request)
             assert answer.status == 200
@@ -146,7 +146,7 @@ def test_any_path_is_passed_through(method: str) -> None:
 
 def test_head_requests_keep_their_connection_in_step() -> None:
     async def test() -> None:
-        async with world(1) as w:
+        async with world(1, paths=["/file", "/v1/completions"]) as w:
             client = await w.client()
             for _ in range(2):
                 client.send(b"HEAD /file HTTP/1.1\r\nHost: x\r\n\r\n")
@@ -629,7 +629,7 @@ def test_who_waits_too_long_is_sent_away() -> None:
 
 def test_no_replica_at_all() -> None:
     async def test() -> None:
-        async with world(2) as w:
+        async with world(2, paths=["/x", "/v1/completions"]) as w:
             for backend in w.router.backends.all:
                 backend.health.drain(True)
             for request in (post(), b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"):

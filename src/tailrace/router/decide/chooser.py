@@ -420,6 +420,6 @@ def training_range(policy: LearnedPolicy, deviations: float) -> NDArray[np.float
 
 
 def _max_output(asked: RequestBody) -> float:
-    if asked.kind == "embedding":
+    if not asked.generates:
         return 1.0
     return _UNLIMITED if asked.max_tokens is None else float(asked.max_tokens)

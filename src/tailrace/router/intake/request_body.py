@@ -1,6 +1,6 @@
 """What a request asks for: one pass over its parsed body, which may be of any shape."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
+from tailrace.router.intake.routes import OTHER, kind_of
 
 #: Before the role and before the content of a message. A message ends where the next begins, so
 #: that a conversation's text is a prefix of the text of its later turns.
@@ -17,16 +18,14 @@ ROLE, CONTENT = "\x1e", "\x1f"
 #: Between the prompts of a batch.
 NEXT_PROMPT = "\x1d"
 
-_KINDS = {
-    "chat/completions": "chat",
-    "completions": "completion",
-    "embeddings": "embedding",
-    "responses": "response",
-}
 _SESSION_HEADERS = (b"x-session-id", b"session_id", b"session-id")
 _SESSION_FIELDS = ("session_id", "conversation", "user")
 #: Headers that say something about a request.
 HEADERS = frozenset((*_SESSION_HEADERS, b"x-priority", b"x-slo-ttft-ms"))
+#: Kinds of requests whose responses are computed from the prompt in one pass.
+POOLING = frozenset(
+    ("embedding", "rerank", "score", "pooling", "classify", "tokenize", "detokenize")
+)
 #: What most bodies do not have.
 _RARE = frozenset((*_SESSION_FIELDS, "priority", "cache_salt"))
 _MAX_PRIORITY = 2**31 - 1
@@ -45,7 +44,7 @@ class RequestBody:
     """
 
     kind: str
-    """chat, completion, embedding, response or other."""
+    """What the route says (``routes.py``): chat, completion, embedding ...; other: not read."""
     model: str = ""
     """Name of the model; empty if none is given."""
     text: str | None = None
@@ -70,24 +69,23 @@ class RequestBody:
     """Whether there are images or the like, whose length in tokens the text does not show."""
     salt: str = ""
     """vLLM's ``cache_salt``: requests share cached prefixes only with those of the same salt."""
+    previous: str | None = None
+    """Id of the response that it continues; only the server that gave it knows it."""
     data: NDArray[np.uint8] | None = None
     """Instead of ``text`` and for a moment only: its bytes, in which ``answer`` counts then."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether its response is generated token by token."""
+        return self.kind not in POOLING
 
     def without_text(self) -> "RequestBody":
         """Return the same without prompt."""
         return RequestBody(
             self.kind, self.model, None, None, self.prompts, self.max_tokens, self.streams,
             self.session, self.priority, self.ttft_slo_s, None, self.has_media, self.salt,
+            self.previous,
         )  # fmt: skip
-
-
-def kind_of(path: str) -> str:
-    """Return the kind of request a path stands for, whatever is before ``/v1/``."""
-    route = path.partition("?")[0].rstrip("/")
-    for ending, kind in _KINDS.items():
-        if route.endswith("/" + ending):
-            return kind
-    return "other"
 
 
 def read_request(path: str, headers: Mapping[bytes, bytes], body: bytes) -> RequestBody:
@@ -103,11 +101,11 @@ def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Request
     """The same for a path whose kind is known."""
     request = _new(RequestBody)
     request.kind = kind
-    if kind != "other" or body[:1] == b"{":
+    if kind != OTHER or body[:1] == b"{":
         try:
             data = orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            if kind != "other":
+            if kind != OTHER:
                 raise BadRequest(f"the body is not JSON: {error}") from None
             data = None
         if type(data) is dict:
@@ -164,15 +162,9 @@ def _read_body(request: RequestBody, data: dict[str, Any]) -> None:
                 break
     if not _RARE.isdisjoint(data):
         _read_rare(request, data)
-    kind = request.kind
-    if kind == "chat":
-        _read_chat(request, data.get("messages"), data.get("tools"))
-    elif kind == "completion":
-        _read_prompts(request, data.get("prompt"))
-    elif kind == "embedding":
-        _read_prompts(request, data.get("input"))
-    elif kind == "response":
-        _read_response(request, data)
+    reader = _READERS.get(request.kind)
+    if reader is not None:
+        reader(request, data)
 
 
 def _read_rare(request: RequestBody, data: dict[str, Any]) -> None:
@@ -258,15 +250,75 @@ def _ids(values: list[Any]) -> list[int] | None:
     return None
 
 
+def _read_chat_body(request: RequestBody, data: dict[str, Any]) -> None:
+    _read_chat(request, data.get("messages"), data.get("tools"))
+
+
 def _read_response(request: RequestBody, data: dict[str, Any]) -> None:
     """Read OpenAI's /v1/responses: instructions, then text or a list of messages and items."""
-    instructions = data.get("instructions")
+    previous = data.get("previous_response_id")
+    if type(previous) is str and previous:
+        request.previous = previous
     given = data.get("input")
-    head = [{"role": "system", "content": instructions}] if type(instructions) is str else []
-    if type(given) is str:
-        messages: list[Any] = [*head, {"role": "user", "content": given}]
-    elif type(given) is list:
-        messages = [*head, *given]
+    messages = [{"role": "user", "content": given}] if type(given) is str else given
+    _read_chat(request, _after(data.get("instructions"), messages), data.get("tools"))
+
+
+def _read_message(request: RequestBody, data: dict[str, Any]) -> None:
+    """Read Anthropic's /v1/messages: a system prompt beside the messages."""
+    _read_chat(request, _after(data.get("system"), data.get("messages")), data.get("tools"))
+
+
+def _after(system: Any, messages: Any) -> list[Any]:
+    """Return messages with the system prompt before them."""
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, *messages] if type(messages) is list else head
+
+
+def _read_completion(request: RequestBody, data: dict[str, Any]) -> None:
+    _read_prompts(request, data.get("prompt"))
+
+
+def _read_input(request: RequestBody, data: dict[str, Any]) -> None:
+    """Read what is embedded, pooled or classified: texts, token ids, or a conversation."""
+    if "messages" in data:
+        _read_chat_body(request, data)
     else:
-        messages = head
-    _read_chat(request, messages, data.get("tools"))
+        _read_prompts(request, data.get("input"))
+
+
+def _read_rerank(request: RequestBody, data: dict[str, Any]) -> None:
+    _read_pairs(request, data.get("query"), data.get("documents"))
+
+
+def _read_score(request: RequestBody, data: dict[str, Any]) -> None:
+    first = data.get("text_1", data.get("queries"))
+    _read_pairs(request, first, data.get("text_2", data.get("documents", data.get("items"))))
+
+
+def _read_pairs(request: RequestBody, *given: Any) -> None:
+    """Read texts that are compared with each other; each counts once."""
+    parts = [part for value in given for part in (value if type(value) is list else [value])]
+    texts = [
+        text
+        for part in parts
+        for text in (part, part.get("text") if type(part) is dict else None)
+        if type(text) is str
+    ]
+    request.prompts = max(1, len(texts) - 1)
+    request.text = NEXT_PROMPT.join(texts) or None
+
+
+#: How bodies are read, by kind. Of others only model, priority and the like: to tokenize a text
+#: costs a server no time of its GPU, so the text counts for nothing.
+_READERS: Mapping[str, Callable[[RequestBody, dict[str, Any]], None]] = {
+    "chat": _read_chat_body,
+    "completion": _read_completion,
+    "response": _read_response,
+    "message": _read_message,
+    "embedding": _read_input,
+    "pooling": _read_input,
+    "classify": _read_input,
+    "rerank": _read_rerank,
+    "score": _read_score,
+}

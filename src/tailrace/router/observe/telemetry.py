@@ -15,17 +15,19 @@ from collections import deque
 from collections.abc import Callable
 from http import HTTPStatus
 
+from tailrace.router.access.refusals import LIMIT_CAUSES
 from tailrace.router.decide.chooser import Decision
+from tailrace.router.intake.routes import INFERENCE, MODELS, OTHER
 from tailrace.router.observe.metrics import Metrics
 from tailrace.router.observe.rolling_window import RollingWindow, bucket_of
 from tailrace.router.observe.snapshot import RouterSnapshot
 from tailrace.router.state.attempt import Attempt
 
-KINDS = frozenset({"chat", "completion", "embedding", "response", "other"})
+KINDS = frozenset({OTHER, MODELS, *(route.kind for route in INFERENCE)})
 OUTCOMES = frozenset(
     {"done", "client_gone", "backend_failed", "timeout", "shed", "rejected", "refused", "other"}
 )
-SHED_CAUSES = frozenset({"queue", "no_replica", "no_files", "other"})
+SHED_CAUSES = frozenset({"queue", "no_replica", "no_files", "other", *LIMIT_CAUSES})
 RETRY_CAUSES = frozenset(
     {"connect", "broken", "timeout", "other", *(f"status_{s}" for s in (429, *range(500, 600)))}
 )

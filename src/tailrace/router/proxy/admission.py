@@ -4,10 +4,11 @@ Also the retry budget, which is admission of another kind: retries are allowed a
 traffic only, so that a failing cluster does not get twice the requests.
 """
 
-import heapq
 import math
+from collections.abc import Hashable
 from typing import Protocol
 
+from tailrace.queueing.fair_queue import FairQueue
 from tailrace.router.settings import AdmissionSettings, RetrySettings
 
 #: Limits of the Retry-After of a rejected request, in s.
@@ -22,6 +23,22 @@ class Waiting(Protocol):
     priority: int
     """Lower goes first."""
 
+    @property
+    def flow(self) -> str:
+        """Name of its client; clients share fairly."""
+
+    @property
+    def weight(self) -> float:
+        """Its client's share relative to others."""
+
+    @property
+    def cost(self) -> float:
+        """Tokens it is expected to take."""
+
+    @property
+    def lane(self) -> Hashable:
+        """Equal for requests that the same backends can take."""
+
     def admitted(self) -> bool:
         """Try again to send it; False: there is still no room."""
 
@@ -30,41 +47,49 @@ class Waiting(Protocol):
 
 
 class Queue:
-    """Requests that wait for room, most urgent first, and first come first served among equals."""
+    """Requests that wait for room: most urgent first, then fairly by tokens between clients."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
-        self._heap: list[tuple[int, int, float, Waiting]] = []
-        self._gone: set[int] = set()  # numbers of entries that were taken out of turn
-        self._numbers: dict[int, int] = {}  # id of a waiting request -> its number
-        self._next = 0
+        self._waiting: FairQueue[Waiting] = FairQueue()
         self._pumping = False
         self._again = False
         self._pace = 0.0
         self._pace_at = 0.0
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._waiting)
+
+    def is_waiting(self, lane: Hashable) -> bool:
+        """Whether requests wait for the same backends."""
+        return self._waiting.has_lane(lane)
 
     def push(self, waiting: Waiting, now: float) -> bool:
-        """Queue a request; False: the queue is full of more urgent ones, so it is rejected."""
+        """Queue a request; False: others have more right to the places, so it is rejected."""
+        flow, weight, cost, priority = waiting.flow, waiting.weight, waiting.cost, waiting.priority
         if len(self) >= self.settings.queue:
-            worst = max(
-                (e for e in self._heap if e[1] not in self._gone), default=None, key=lambda e: e[:2]
-            )
-            if worst is None or worst[0] <= waiting.priority:
+            victim = self._waiting.victim(flow, weight, cost, priority) if len(self) else None
+            if victim is None:
                 return False
-            self._take_out(worst[3])
-            worst[3].shed("a more urgent request took its place in the queue")
-        heapq.heappush(self._heap, (waiting.priority, self._next, now, waiting))
-        self._numbers[id(waiting)] = self._next
-        self._next += 1
+            self._waiting.remove(victim)
+            victim.shed("every replica is busy, and others have more right to a place in the queue")
+        self._waiting.push(
+            waiting, flow=flow, weight=weight, cost=cost, priority=priority, lane=waiting.lane,
+            since=now,
+        )  # fmt: skip
         return True
 
     def remove(self, waiting: Waiting) -> None:
         """Forget a request whose client has gone."""
-        if id(waiting) in self._numbers:
-            self._take_out(waiting)
+        self._waiting.remove(waiting)
+
+    def serve(self, flow: str, weight: float, cost: float) -> None:
+        """Charge a client for a request that is sent now."""
+        self._waiting.serve(flow, weight, cost)
+
+    def correct(self, flow: str, weight: float, more: float) -> None:
+        """A request that was sent took ``more`` tokens than its client was charged for."""
+        self._waiting.correct(flow, weight, more)
 
     def pump(self, now: float) -> None:
         """There may be room: send what can be sent, in order."""
@@ -72,40 +97,38 @@ class Queue:
             self._again = True  # sending one may end it at once, and make room again
             return
         self._pumping = True
+        full: set[Hashable] = set()
         try:
-            while self._heap:
-                priority, number, since, waiting = self._heap[0]
-                if number in self._gone:
-                    heapq.heappop(self._heap)
-                    self._gone.discard(number)
-                    continue
+            # Out before it is tried: it may be shed or sent within the call.
+            while (queued := self._waiting.pop(full)) is not None:
                 self._again = False
-                # Out before it is tried: it may be shed or sent within the call.
-                heapq.heappop(self._heap)
-                del self._numbers[id(waiting)]
-                if waiting.admitted():
+                if queued.item.admitted():
                     self._passed(now)
                     continue
-                heapq.heappush(self._heap, (priority, number, since, waiting))
-                self._numbers[id(waiting)] = number
-                if not self._again:
-                    break
+                self._waiting.put_back(queued)
+                if self._again:
+                    full.clear()
+                else:
+                    full.add(queued.lane)
         finally:
             self._pumping = False
 
     def sweep(self, now: float) -> None:
         """Reject what has waited too long."""
         limit = now - self.settings.max_wait_s
-        for _, number, since, waiting in list(self._heap):
-            if since < limit and number not in self._gone:
-                self._take_out(waiting)
+        late = []
+        for queued in self._waiting:
+            if queued.since >= limit:
+                break  # the others came later
+            late.append(queued.item)
+        for waiting in late:
+            if self._waiting.remove(waiting):
                 waiting.shed(f"no replica had room within {self.settings.max_wait_s:g} s")
 
     def clear(self, why: str) -> None:
         """Reject everything."""
-        for _, number, _, waiting in list(self._heap):
-            if number not in self._gone:
-                self._take_out(waiting)
+        for waiting in [queued.item for queued in self._waiting]:
+            if self._waiting.remove(waiting):
                 waiting.shed(why)
 
     def retry_after_s(self, now: float) -> int:
@@ -117,9 +140,6 @@ class Queue:
     def _passed(self, now: float) -> None:
         self._pace = self._pace * math.exp((self._pace_at - now) / PACE_S) + 1
         self._pace_at = now
-
-    def _take_out(self, waiting: Waiting) -> None:
-        self._gone.add(self._numbers.pop(id(waiting)))
 
 
 class RetryBudget:

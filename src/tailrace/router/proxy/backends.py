@@ -6,7 +6,7 @@ undisturbed; once they are over, its number may be given to another one.
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Set
 from dataclasses import dataclass, field
 
 from tailrace.net.client import NO_FILES, FetchError, Pool, failure_kind
@@ -20,6 +20,8 @@ from tailrace.router.settings import BackendSettings
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.worker_room import WorkerRoom
+
+NONE: frozenset[int] = frozenset()
 
 _log = logging.getLogger("tailrace.router")
 
@@ -272,9 +274,22 @@ class Backends:
             self.cluster.shrink(len(self.all))
             self.chooser.resize(len(self.all))
 
-    def choose(self, arrival: Arrival, tried: Collection[Backend]) -> Decision | None:
-        """Choose a backend for a request; None: no available one has room."""
-        excluded = self.full
+    @property
+    def numbers(self) -> frozenset[int]:
+        """Numbers of all backends."""
+        return frozenset(b.index for b in self.all)
+
+    def choose(
+        self, arrival: Arrival, tried: Collection[Backend], ineligible: frozenset[int] = NONE
+    ) -> Decision | None:
+        """Choose a backend for a request; None: no available one has room.
+
+        ``ineligible``: numbers of backends that cannot take it, for instance because they do not
+        serve its model.
+        """
+        excluded: Set[int] = self.full
+        if ineligible:
+            excluded = excluded | ineligible
         if self.room is not None:
             excluded = excluded | {b.index for b in self.all if b.is_full}
         if tried:
@@ -282,7 +297,7 @@ class Backends:
         decision = self.chooser.choose(arrival, excluded)
         if decision is None and self.full:
             # Slow start is a courtesy: no request is rejected for it.
-            hard = {
+            hard = ineligible | {
                 b.index for b in self.all
                 if b.is_full or b.paused_until > self._now or b in tried
             }  # fmt: skip
@@ -301,9 +316,11 @@ class Backends:
         least = [b for b in free if b.active == fewest]
         return least[self._turn % len(least)]
 
-    def has_other(self, tried: Collection[Backend]) -> bool:
-        """Whether there is an available backend that was not tried."""
-        return any(b.health.available and b not in tried for b in self.all)
+    def has_other(self, tried: Collection[Backend], ineligible: frozenset[int] = NONE) -> bool:
+        """Whether there is an available and eligible backend that was not tried."""
+        return any(
+            b.health.available and b not in tried and b.index not in ineligible for b in self.all
+        )
 
     def is_idle(self, number: int, version: int) -> bool:
         """Whether a number is needed no more; for a router that is one process."""

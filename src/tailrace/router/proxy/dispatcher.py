@@ -3,19 +3,25 @@
 import os
 
 from tailrace.net.heads import is_request_id
-from tailrace.net.server import HttpRequest, error_body
+from tailrace.net.server import HttpRequest
+from tailrace.router.access import refusals
+from tailrace.router.access.accounts import TOO_MANY_TOKENS
+from tailrace.router.access.keyring import Client
+from tailrace.router.access.refusals import RefusedRequest
+from tailrace.router.intake import model_field
 from tailrace.router.intake.fast_body import BodyReader
-from tailrace.router.intake.request_body import BadRequest, kind_of, read_body
+from tailrace.router.intake.request_body import BadRequest, RequestBody, read_body
+from tailrace.router.intake.routes import OTHER
 from tailrace.router.observe.decision_log import DecisionLog
 from tailrace.router.observe.events import EventSink
+from tailrace.router.proxy import errors
 from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Backends
+from tailrace.router.proxy.catalogue import ModelCatalogue
 from tailrace.router.proxy.exchange import OVER, Exchange, ExchangeContext
 from tailrace.router.proxy.tokenize_probe import TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
-
-#: Paths whose kind is remembered; clients can send any.
-_MOST_PATHS = 256
+from tailrace.router.state.arrival import Arrival
 
 
 class RequestDispatcher:
@@ -27,6 +33,7 @@ class RequestDispatcher:
         backends: Backends,
         events: EventSink,
         decision_log: DecisionLog,
+        models: ModelCatalogue,
     ) -> None:
         self.context = ExchangeContext(
             settings=settings,
@@ -36,10 +43,11 @@ class RequestDispatcher:
             queue=Queue(settings.admission),
             retry_budget=RetryBudget(settings.retry),
             tokenize_probe=TokenizeProbe(backends.cluster.counter, settings.tokens),
+            explains=settings.explains,
+            models=models,
         )
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
-        self._kinds: dict[bytes, str] = {}
         # A local tokenizer needs the text as such.
         self._read = read_body if backends.cluster.counter.reads_text else BodyReader().read
 
@@ -53,32 +61,101 @@ class RequestDispatcher:
         """Requests that wait for room."""
         return self.context.queue
 
-    def start(self, request: HttpRequest) -> Exchange | None:
-        """Begin with a client's request; None: it has its response already."""
-        context, head = self.context, request.head
-        kind = "other"
-        body = arrival = None
-        if head.method == b"POST":
-            kind = self._kinds.get(head.path) or self._kind(head.path)
-            if kind != "other":
-                try:
-                    body = self._read(kind, head.lower, request.body)
-                except BadRequest as error:
-                    context.events.request_done(None, 400, "refused", kind)
-                    request.client.respond(head, 400, error_body(400, str(error)))
-                    return None
-                arrival = context.backends.cluster.arrive(body, keep=True)
-        context.retry_budget.request()
-        exchange = Exchange(context, request, self._request_id(request), kind, arrival)
-        context.active.add(exchange)
+    def start(self, request: HttpRequest, kind: str, client: Client | None) -> Exchange | None:
+        """Begin with a request of a kind; None: it has its response already.
+
+        ``client``: whose key it shows, if keys are needed; a place of its account is taken.
+        """
+        try:
+            exchange = self._exchange(request, kind, client)
+        except RefusedRequest as refused:
+            if client is not None:
+                client.account.end()
+            self.refuse(request, kind, refused)
+            return None
+        except BaseException:
+            if client is not None:
+                client.account.end()
+            raise
+        self.context.active.add(exchange)
         exchange.start()
         return exchange if exchange.stage != OVER else None
 
-    def _kind(self, path: bytes) -> str:
-        if len(self._kinds) >= _MOST_PATHS:
-            self._kinds.clear()
-        kind = self._kinds[path] = kind_of(path.decode("latin-1"))
-        return kind
+    def _exchange(self, request: HttpRequest, kind: str, client: Client | None) -> Exchange:
+        context, head = self.context, request.head
+        arrival, reserved, model = None, 0.0, ""
+        if kind != OTHER:
+            try:
+                body = self._read(kind, head.lower, request.body)
+            except BadRequest as error:
+                raise RefusedRequest(400, str(error)) from None
+            if client is not None:
+                self._check(client, body, request.body)
+            model = self._find_model(request, body, client)
+            arrival = context.backends.cluster.arrive(body, keep=True)
+            if client is not None and client.account.limits_tokens:
+                reserved = self._reserve(client, arrival)
+        elif client is not None and client.restricted:
+            self._check(client, read_body(kind, head.lower, request.body), request.body)
+        context.retry_budget.request()
+        request_id = self._request_id(request)
+        return Exchange(context, request, request_id, kind, arrival, client, reserved, model)
+
+    def _check(self, client: Client, body: RequestBody, data: bytes) -> None:
+        """Refuse what a client may not ask for; ``data``: the body as it is passed on."""
+        if client.restricted:
+            _check_model(client, body, data)
+        if body.priority not in client.priorities:
+            allowed = ", ".join(map(str, sorted(client.priorities)))
+            raise RefusedRequest(
+                403, f"this key may not ask for priority {body.priority}, only for: {allowed}",
+                "priority_not_allowed", "priority",
+            )  # fmt: skip
+        if body.session is not None:
+            # Two clients that use the same id do not share a conversation.
+            body.session = f"{client.name}/{body.session}"
+
+    def _find_model(self, request: HttpRequest, body: RequestBody, client: Client | None) -> str:
+        """Return the model as servers know it, after writing it into the body if need be."""
+        name = body.model
+        place = self.context.models.place(name)
+        if place is None:
+            known = [n for n in self.context.models.names() if client is None or client.may_use(n)]
+            raise refusals.no_model(name, known)
+        model = place.model
+        if model != name:
+            data = model_field.replaced(request.body, model)
+            if data is None:
+                raise refusals.unclear_model()
+            request.body = data
+            body.model = model
+        return model
+
+    def _reserve(self, client: Client, arrival: Arrival) -> float:
+        """Take the tokens of a request from a client's account; return how many."""
+        asked, tokens = arrival.asked, float(arrival.prompt_tokens)
+        if asked.generates:
+            expected = self.context.backends.cluster.mean_output
+            tokens += expected if asked.max_tokens is None else asked.max_tokens
+        wait_s = client.account.reserve(tokens, self.now_ns())
+        if wait_s > 0:
+            raise refusals.too_much(TOO_MANY_TOKENS, wait_s)
+        return tokens
+
+    def refuse(self, request: HttpRequest, kind: str, refused: RefusedRequest) -> None:
+        """Respond to a request that is not served, and count it."""
+        events = self.context.events
+        if refused.shed_cause:
+            events.shed(refused.shed_cause)
+        outcome = "shed" if refused.shed_cause else "refused"
+        events.request_done(None, refused.status, outcome, kind)
+        head = request.head
+        body = errors.body(kind, refused.status, refused.why, refused.code, refused.param)
+        request.client.respond(head, refused.status, body, extra=refused.headers)
+
+    def now_ns(self) -> int:
+        """Return the time of the accounts of clients, the same in all workers."""
+        return int(self.context.backends.cluster.clock() * 1e9)
 
     def _request_id(self, request: HttpRequest) -> bytes:
         """Return the client's request id, or a new one."""
@@ -102,6 +179,19 @@ class RequestDispatcher:
         """Go by other settings from now on."""
         context = self.context
         context.settings = settings
+        context.explains = settings.explains
         context.queue.settings = settings.admission
         context.retry_budget.settings = settings.retry
         context.tokenize_probe.settings = settings.tokens
+
+
+def _check_model(client: Client, body: RequestBody, data: bytes) -> None:
+    """Refuse a model that a client may not use, and a body that may mean another one."""
+    name = body.model
+    # What the compiled reader has read names no key twice.
+    if body.data is None and data[:1] == b"{" and not model_field.is_clear(data):
+        raise refusals.unclear_model()
+    if not name and body.kind != OTHER:
+        raise refusals.unnamed_model()
+    if not client.may_use(name):
+        raise refusals.forbidden_model(name)

@@ -12,15 +12,17 @@ from typing import NamedTuple
 
 from tailrace.net.client import NO_FILES, UpstreamConnection
 from tailrace.net.heads import ResponseHead
-from tailrace.net.server import HttpRequest, error_body
+from tailrace.net.server import HttpRequest
+from tailrace.router.access.keyring import Client
 from tailrace.router.decide.chooser import Decision
 from tailrace.router.observe.decision_log import DecisionLog
 from tailrace.router.observe.events import EventSink
-from tailrace.router.proxy import response_headers
+from tailrace.router.proxy import errors, response_headers
 from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Backend, Backends
+from tailrace.router.proxy.catalogue import ModelCatalogue
 from tailrace.router.proxy.relay import Relay
-from tailrace.router.proxy.response_scan import TAIL_BYTES, find_usage
+from tailrace.router.proxy.response_scan import TAIL_BYTES, find_response_id, find_usage
 from tailrace.router.proxy.tokenize_probe import MAX_PROBE_BYTES, TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.arrival import Arrival
@@ -56,6 +58,9 @@ class ExchangeContext:
     queue: Queue
     retry_budget: RetryBudget
     tokenize_probe: TokenizeProbe
+    models: ModelCatalogue
+    explains: bool
+    """Whether clients for whom nothing else is set are told where requests go and why."""
     now: float = 0.0
     """Coarse clock, s; set by the sweep."""
     active: "set[Exchange]" = field(default_factory=set)
@@ -77,10 +82,11 @@ class ExchangeContext:
 class Exchange:
     """One request in progress."""
 
-    __slots__ = ("__weakref__", "_attempts", "_backend", "_connection", "_context", "_failure",
-                 "_heard_at", "_kind", "_refreshed", "_relay", "_repeatable", "_request",
-                 "_sent_at", "_started_at", "_suspects", "_timed_out", "_tried", "arrival",
-                 "attempt", "decision", "id", "paused", "priority", "stage")  # fmt: skip
+    __slots__ = ("__weakref__", "_attempts", "_backend", "_charged", "_client", "_connection",
+                 "_context", "_explained", "_failure", "_heard_at", "_home", "_kind", "_model",
+                 "_refreshed", "_relay", "_repeatable", "_request", "_reserved", "_sent_at",
+                 "_started_at", "_suspects", "_timed_out", "_tried", "arrival", "attempt",
+                 "decision", "id", "paused", "priority", "stage")  # fmt: skip
 
     def __init__(
         self,
@@ -89,11 +95,25 @@ class Exchange:
         request_id: bytes,
         kind: str,
         arrival: Arrival | None,
+        client: Client | None = None,
+        reserved: float = 0.0,
+        model: str = "",
     ) -> None:
-        """``arrival``: the request as the policy sees it; None: it is not routed by content."""
+        """``arrival``: the request as the policy sees it; None: it is not routed by content.
+
+        ``client``: whose account has a place and ``reserved`` tokens taken for it. ``model``: as
+        servers call it; empty: any backend will do.
+        """
         self._context = context
         self._request = request
         self._kind = kind
+        self._client = client
+        self._reserved = reserved
+        self._model = model
+        self._charged = 0.0
+        self._home = self._home_of(arrival) if arrival is not None else None
+        explain = client.explain if client is not None else None
+        self._explained = context.explains if explain is None else explain
         self.arrival = arrival
         self.id = request_id
         self.priority = arrival.asked.priority if arrival is not None else 0
@@ -121,9 +141,39 @@ class Exchange:
     def start(self) -> None:
         """Send it, queue it, or reject it."""
         context = self._context
-        # Requests that wait already go first, unless this one is more urgent.
-        if (len(context.queue) and self.arrival is not None) or not self.admitted():
+        # Requests that wait already for the same backends have their turn first.
+        queue = context.queue
+        waits = len(queue) and self.arrival is not None and queue.is_waiting(self.lane)
+        if waits or not self.admitted():
             self._wait()
+
+    @property
+    def flow(self) -> str:
+        """Whose fair share it is part of."""
+        return self._client.name if self._client is not None else ""
+
+    @property
+    def weight(self) -> float:
+        """The client's share relative to others."""
+        return self._client.weight if self._client is not None else 1.0
+
+    @property
+    def cost(self) -> float:
+        """Tokens of prompt and answer that it is expected to take."""
+        arrival = self.arrival
+        if arrival is None:
+            return 1.0
+        asked, output = arrival.asked, arrival.predicted_output
+        if asked.max_tokens is not None:
+            output = min(output, asked.max_tokens)
+        return arrival.prompt_tokens + (output if asked.generates else 0.0)
+
+    @property
+    def lane(self) -> tuple[object, ...]:
+        """Equal for requests that the same backends can take."""
+        place = self._context.models.place(self._model)
+        home = self._home
+        return (place and place.group, home and home.index, *(b.index for b in self._tried))
 
     def shed(self, why: str) -> None:
         """Reject it with 429; called by the queue."""
@@ -133,7 +183,7 @@ class Exchange:
 
     def _wait(self) -> None:
         context = self._context
-        if self.arrival is not None and context.backends.has_other(self._tried):
+        if self.arrival is not None and context.backends.has_other(self._tried, self._excluded()):
             if not context.queue.push(self, context.now):
                 self.shed("every replica is busy and the queue is full")
             elif not self._attempts:
@@ -157,9 +207,9 @@ class Exchange:
                 return False
             backend.begin(limited=False)
         else:
-            tried = self._tried
+            tried, excluded = self._tried, self._excluded()
             while True:
-                decision = backends.choose(arrival, tried)
+                decision = backends.choose(arrival, tried, excluded)
                 if decision is None:
                     return False
                 backend = backends.all[decision.replica]
@@ -167,6 +217,10 @@ class Exchange:
                     break
                 tried = [*tried, backend]  # another worker was faster
             self.decision = decision
+        client = self._client
+        if client is not None and not self._attempts:
+            self._charged = self.cost
+            context.queue.serve(client.name, client.weight, self._charged)
         self._attempts += 1
         self._refreshed = False
         self._backend = backend
@@ -176,6 +230,31 @@ class Exchange:
             self.attempt = Attempt(backends.cluster, arrival, decision.replica, decision)
             context.events.decided(decision)
         return True
+
+    def _excluded(self) -> frozenset[int]:
+        """Return the numbers of the backends that do not serve the model, as of now."""
+        backends = self._context.backends
+        place = self._context.models.place(self._model)
+        excluded = place.excluded if place is not None else backends.numbers
+        home = self._home
+        if home is not None and home.health.available and home not in self._tried:
+            excluded = excluded | (backends.numbers - {home.index})
+        return excluded
+
+    def _remember(self, response_id: bytes, backend: Backend) -> None:
+        """A server may have stored its response: whoever continues it must go there."""
+        if response_id:
+            self._context.backends.cluster.sessions.remember_response(
+                self.flow, response_id.decode("latin-1"), backend.index
+            )
+
+    def _home_of(self, arrival: Arrival) -> Backend | None:
+        """Return the backend that gave the response that this request continues, if known."""
+        previous, backends = arrival.asked.previous, self._context.backends
+        if previous is None:
+            return None
+        number = backends.cluster.sessions.replica_of_response(self.flow, previous)
+        return backends.all[number] if 0 <= number < len(backends.all) else None
 
     def _connect(self) -> None:
         """Get a connection; a new one if the request could not be sent again on another."""
@@ -197,7 +276,9 @@ class Exchange:
         self.stage = SENT
         self._sent_at = self._context.now
         self._connection = connection
-        head = backend.pool.request_head(request.head, len(request.body), self.id)
+        # A client's key is for this router only.
+        keys = self._client is None
+        head = backend.pool.request_head(request.head, len(request.body), self.id, keys=keys)
         connection.send(self, request.head.method, head, request.body)
         return True
 
@@ -286,6 +367,8 @@ class Exchange:
             usage = relay.usage
             if usage is not None and attempt is not None:
                 attempt.usage(*usage)
+            if relay.response_id:
+                self._remember(relay.response_id, backend)
             status = relay.status
             outcome = "done" if status < 400 else "rejected" if status < 500 else "backend_failed"
             self._finish(outcome, status)
@@ -322,6 +405,8 @@ class Exchange:
             usage = find_usage(body if len(body) <= TAIL_BYTES else body[-TAIL_BYTES:])
             if usage is not None:
                 attempt.usage(*usage)
+            if self._kind == "response":
+                self._remember(find_response_id(body), backend)
         self._finish("done", status)
         client.end(keep=keep)
 
@@ -425,7 +510,7 @@ class Exchange:
             self._attempts < context.settings.retry.attempts
             and (self._repeatable or self.stage == CONNECTING)
             and context.backends.has_other(
-                [*self._tried, self._backend] if self._backend else self._tried
+                [*self._tried, self._backend] if self._backend else self._tried, self._excluded()
             )
             and context.retry_budget.spend()
         )
@@ -491,17 +576,15 @@ class Exchange:
 
     def _give_up(self, outcome: str = "backend_failed") -> None:
         status = 504 if self._timed_out else 502
-        where = self._backend.label if self._backend is not None else ""
-        if not where and self._tried:
-            where = self._tried[-1].label
-        self._reply(status, f"replica {where} failed: {self._failure}", outcome)
+        backend = self._backend or (self._tried[-1] if self._tried else None)
+        self._reply(status, self._blame(backend, "failed", self._failure), outcome)
 
     def _break_off(self, why: str, outcome: str) -> None:
         """End a response that cannot be completed: an error event in a stream, else a cut."""
         client, relay, backend = self._request.client, self._relay, self._backend
         assert relay is not None
         assert backend is not None
-        message = f"replica {backend.label} failed while it was answering: {why}"
+        message = self._blame(backend, "failed while it was answering", why)
         event = relay.error_event(message, outcome)
         self._finish(outcome, relay.status)
         if event is None:
@@ -510,12 +593,19 @@ class Exchange:
             client.write(event)
             client.end(keep=relay.keep)
 
+    def _blame(self, backend: Backend | None, what: str, why: str) -> str:
+        """Return an error message; which replica failed, and how, is not for every client."""
+        if not self._explained or backend is None:
+            return f"the server {what}; the request id is {self.id.decode()}"
+        return f"replica {backend.label} {what}: {why}"
+
     def _reply(self, status: int, why: str, outcome: str, extra: bytes = b"") -> None:
         """Respond to the client with an error of the router."""
         request = self._request
         extra += b"x-request-id: %b\r\n" % self.id
         self._finish(outcome, status)
-        request.client.respond(request.head, status, error_body(status, why, outcome), extra=extra)
+        body = errors.body(self._kind, status, why, outcome)
+        request.client.respond(request.head, status, body, extra=extra)
 
     # Accounting.
 
@@ -542,6 +632,12 @@ class Exchange:
             self._suspects = None
         attempt, backend = self.attempt, self._backend
         self._close_attempt(outcome)
+        client = self._client
+        if client is not None:
+            used = self._used_tokens(attempt, outcome)
+            client.account.end(used - self._reserved if self._reserved else 0.0)
+            if self._charged:
+                context.queue.correct(client.name, client.weight, used - self._charged)
         context.events.request_done(attempt, status, outcome, self._kind)
         if outcome == "done" and attempt is not None and attempt.reported_prompt is None:
             self._probe_length(attempt, backend)
@@ -556,6 +652,22 @@ class Exchange:
         if len(context.queue):
             context.admit_waiting()
 
+    def _used_tokens(self, attempt: Attempt | None, outcome: str) -> float:
+        """Return what a request costs its client, in tokens of prompt and answer.
+
+        Where a server reports nothing, streamed events count. Of an answer in one piece that was
+        abandoned, or reports nothing, the tokens are unknown: then what was expected stands.
+        """
+        if attempt is None or outcome == "rejected":
+            return 0.0
+        prompt, output = attempt.known_prompt_tokens[0], attempt.output_tokens
+        if outcome not in ("done", "client_gone") and not output:
+            return 0.0
+        asked = attempt.arrival.asked
+        if asked.generates and not asked.streams and attempt.reported_output is None:
+            return self._reserved or self._charged
+        return float(prompt + output)
+
     def _probe_length(self, attempt: Attempt, backend: Backend | None) -> None:
         """The response did not report the prompt's length: perhaps ask ``/tokenize`` for it."""
         context, arrival = self._context, attempt.arrival
@@ -566,8 +678,9 @@ class Exchange:
             )
 
     def _extra_headers(self) -> bytes:
-        explain = self._context.settings.explain
-        return response_headers.headers(self.id, self._backend, self.decision, explained=explain)
+        return response_headers.headers(
+            self.id, self._backend, self.decision, explained=self._explained
+        )
 
 
 def _pause_s(head: ResponseHead) -> float:

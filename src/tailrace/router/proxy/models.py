@@ -1,36 +1,77 @@
-"""``GET /v1/models``: the models of all healthy backends as one list."""
+"""``GET /v1/models``: the models that a client can use, as one list or one by one."""
 
 import asyncio
-from typing import Any
+from urllib.parse import unquote
 
 import orjson
 
 from tailrace.net.client import FetchError, Response
 from tailrace.net.server import HttpRequest, error_body
+from tailrace.router.access import refusals
+from tailrace.router.access.keyring import Client
 from tailrace.router.proxy.backends import Backend
+from tailrace.router.proxy.catalogue import Entry, ModelCatalogue, read_list
 
 TIMEOUT_S = 5.0
+PATH = b"/v1/models"
+
+
+def respond(request: HttpRequest, client: Client | None, models: dict[str, Entry]) -> None:
+    """Respond with the models of a list that the client may use."""
+    models = {
+        name: entry for name, entry in models.items() if client is None or client.may_use(name)
+    }
+    head, wanted = request.head, request.path[len(PATH) + 1 :]
+    if request.path == PATH:
+        body = orjson.dumps({"object": "list", "data": list(models.values())})
+        request.client.respond(head, 200, body)
+        return
+    name = unquote(wanted.decode("latin-1"), errors="replace")
+    if name in models:
+        request.client.respond(head, 200, orjson.dumps(models[name]))
+    else:
+        refused = refusals.no_model(name, sorted(models))
+        body = error_body(404, refused.why, refused.code, refused.param)
+        request.client.respond(head, 404, body)
 
 
 class ModelsRequest:
-    """Asks all backends and responds with the union; the work in progress of a connection."""
+    """Asks all backends with the client's key; the work in progress of a connection.
 
-    def __init__(self, request: HttpRequest, backends: list[Backend]) -> None:
+    For a router without clients of its own, in front of servers that list their models only to
+    somebody with a key.
+    """
+
+    def __init__(
+        self, request: HttpRequest, backends: list[Backend], catalogue: ModelCatalogue
+    ) -> None:
         self._request = request
+        self._catalogue = catalogue
         self._task = asyncio.get_running_loop().create_task(self._run(backends))
 
     async def _run(self, backends: list[Backend]) -> None:
         request = self._request
         key = request.head.lower.get(b"authorization")
         headers = {"authorization": key.decode("latin-1")} if key is not None else {}
-        path = request.head.target.decode("latin-1")
+        path = PATH.decode()
         fetches = (b.pool.fetch("GET", path, headers, timeout_s=TIMEOUT_S) for b in backends)
         responses = await asyncio.gather(*fetches, return_exceptions=True)
-        status, body = union([r for r in responses if isinstance(r, Response)])
         for error in responses:
             if isinstance(error, BaseException) and not isinstance(error, FetchError):
                 raise error
-        request.client.respond(request.head, status, body)
+        good = [r for r in responses if isinstance(r, Response)]
+        lists = [read_list(r.body) for r in good if r.status == 200]
+        found: dict[str, Entry] = {}
+        for listed in lists:
+            found = (listed or {}) | found
+        if any(listed is not None for listed in lists):
+            respond(request, None, self._catalogue.with_aliases(found))
+            return
+        refused = [r for r in good if 400 <= r.status < 500]
+        if refused:
+            request.client.respond(request.head, refused[0].status, refused[0].body)
+        else:
+            request.client.respond(request.head, 503, error_body(503, "no replica answered"))
 
     def client_gone(self) -> None:
         """Cancel."""
@@ -41,25 +82,3 @@ class ModelsRequest:
 
     def client_ready(self) -> None:
         """Nothing to resume."""
-
-
-def union(responses: list[Response]) -> tuple[int, bytes]:
-    """Return status and body for the responses of several backends; each model is listed once."""
-    models: dict[str, Any] = {}
-    good = False
-    for response in responses:
-        if response.status != 200:
-            continue
-        try:
-            listed = orjson.loads(response.body)["data"]
-            found = {str(model["id"]): model for model in listed}
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            continue
-        good = True
-        models = found | models
-    if good:
-        return 200, orjson.dumps({"object": "list", "data": list(models.values())})
-    refused = [r for r in responses if 400 <= r.status < 500]
-    if refused:
-        return refused[0].status, refused[0].body
-    return 503, error_body(503, "no replica answered")

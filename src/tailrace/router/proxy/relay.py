@@ -2,7 +2,7 @@
 
 from tailrace.net.framing import LAST_CHUNK, BodyReader, ChunkedReader, chunk
 from tailrace.net.heads import RequestHead, ResponseHead, client_head
-from tailrace.net.server import error_body
+from tailrace.router.proxy import errors
 from tailrace.router.proxy.response_scan import (
     NoScanner,
     ReplyScanner,
@@ -27,14 +27,15 @@ class Relay:
     back too: an error event can only follow a complete one.
     """
 
-    __slots__ = ("_end", "_head", "_held", "_measured", "_mid_chunk", "_mode", "_scanner", "keep",
-                 "sse", "started", "status")  # fmt: skip
+    __slots__ = ("_end", "_head", "_held", "_kind", "_measured", "_mid_chunk", "_mode", "_scanner",
+                 "keep", "sse", "started", "status")  # fmt: skip
 
     def __init__(
         self, response: ResponseHead, request: RequestHead, kind: str, keep: bool, extra: bytes
     ) -> None:
         """``kind``: of the request, "other" has no tokens; ``extra``: more header lines."""
         self.status = response.status
+        self._kind = kind
         self.started = False
         """Whether a byte was passed on."""
         framing = response.framing.kind
@@ -47,7 +48,7 @@ class Relay:
         self.sse = response.status == 200 and response.content_type.startswith(b"text/event-stream")
         self._scanner: Scanner = _NO_SCANNER
         if kind != "other" and response.status < 400:
-            self._scanner = StreamScanner(kind) if self.sse else ReplyScanner()
+            self._scanner = StreamScanner(kind) if self.sse else ReplyScanner(kind)
         self._head = client_head(
             response,
             chunked=not self._measured and not request.http10,
@@ -68,6 +69,11 @@ class Relay:
     def usage(self) -> Usage | None:
         """The usage that the server reported, if it has."""
         return self._scanner.usage
+
+    @property
+    def response_id(self) -> bytes:
+        """Under which the server may have stored the response; empty if it told none."""
+        return self._scanner.response_id
 
     def piece(
         self, raw: bytes, parts: list[bytes], done: bool, reader: BodyReader | None
@@ -131,5 +137,5 @@ class Relay:
             return None
         sent = self._end if self._mode == _DECODED else self._end.removesuffix(b"\r\n")
         event = b"" if sent.endswith((b"\n\n", b"\n\r\n")) else b"\n\n"
-        event += b"data: " + error_body(502, message, code) + b"\n\n"
+        event += errors.event(self._kind, 502, message, code)
         return event if self._mode == _DECODED else chunk(event) + LAST_CHUNK

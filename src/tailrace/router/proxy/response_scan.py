@@ -4,6 +4,7 @@ Only the small ``usage`` object is parsed. Only an incomplete line is kept, or t
 response that does not stream.
 """
 
+import re
 from typing import Any, NamedTuple, Protocol
 
 import orjson
@@ -14,6 +15,12 @@ TAIL_BYTES = 8192
 MAX_LINE_BYTES = 262_144
 #: Objects that a usage object may contain (details of prompt and output).
 MAX_INNER_OBJECTS = 8
+#: Start of an event's data in which its type stands, in bytes.
+_TYPE_BYTES = 256
+_RESPONSE_ENDS = (b'"response.completed"', b'"response.incomplete"', b'"response.failed"')
+#: Part of a response in which its id stands, in bytes.
+ID_BYTES = 4096
+_RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[!#-\[\]-~]{1,128})"')
 _USAGE = b'"usage"'
 _USAGE_OPEN = b'"usage":{'
 _USAGE_OPEN_BYTES = len(_USAGE_OPEN)
@@ -34,6 +41,10 @@ class Scanner(Protocol):
     def usage(self) -> Usage | None:
         """The last usage seen."""
 
+    @property
+    def response_id(self) -> bytes:
+        """Id of a response of the responses API, empty if none was seen."""
+
     done: bool
     """Whether the end mark has come."""
 
@@ -50,15 +61,17 @@ class StreamScanner:
     taken to be as long as its number of events.
 
     Events without a token: the end mark, the role that opens a chat response, usage without a
-    choice, and in the responses API everything but deltas.
+    choice, and in the responses API and in Anthropic's messages everything but deltas.
     """
 
-    __slots__ = ("_counted", "_responses", "_seen", "_tail", "done", "usage")
+    __slots__ = ("_counted", "_kind", "_seen", "_tail", "done", "response_id", "usage")
 
     def __init__(self, kind: str = "chat") -> None:
         self.usage: Usage | None = None
         self.done = False
-        self._responses = kind == "response"
+        self.response_id = b""
+        """Under which the server may have stored the response."""
+        self._kind = kind
         self._tail = b""
         self._seen = False
         self._counted = 0
@@ -87,8 +100,10 @@ class StreamScanner:
         events = part.count(b"\ndata:") + part.startswith(b"data:")
         if not events:
             return 0
-        if self._responses:
+        if self._kind == "response":
             return self._feed_responses(part)
+        if self._kind == "message":
+            return self._feed_messages(part)
         if b"[DONE]" in part and _has_end(part):
             self.done = True
             events -= 1
@@ -107,13 +122,35 @@ class StreamScanner:
 
     def _feed_responses(self, part: bytes) -> int:
         deltas = 0
+        if not self.response_id:
+            self.response_id = find_response_id(part)
         for line in part.split(b"\n"):
             if line.startswith(b"data:"):
-                if b'.delta"' in line[:200]:
+                start = line[:_TYPE_BYTES]
+                if b'.delta"' in start:
                     deltas += 1
-                elif b'"response.completed"' in line[:200]:
+                elif any(end in start for end in _RESPONSE_ENDS):
                     self.done = True
                     self.usage = find_usage(line) or self.usage
+        return deltas
+
+    def _feed_messages(self, part: bytes) -> int:
+        """Anthropic: the prompt's length comes first, the answer's at the end."""
+        deltas = 0
+        for line in part.split(b"\n"):
+            if not line.startswith(b"data:"):
+                continue
+            start = line[:_TYPE_BYTES]
+            if b'"content_block_delta"' in start:
+                deltas += 1
+            elif b'"message_start"' in start:
+                usage = find_usage(line)
+                if usage is not None:
+                    self.usage = usage._replace(output_tokens=None)
+            elif b'"message_delta"' in start:
+                self.usage = _merged(self.usage, find_usage(line))
+            elif b'"message_stop"' in start:
+                self.done = True
         return deltas
 
     def _keep(self, rest: bytes) -> None:
@@ -133,14 +170,18 @@ def _has_end(part: bytes) -> bool:
 class ReplyScanner:
     """Finds the usage in a response that does not stream."""
 
-    __slots__ = ("_tail", "done")
+    __slots__ = ("_kind", "_start", "_tail", "done")
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "chat") -> None:
         self.done = False
+        self._kind = kind
+        self._start = b""
         self._tail = b""
 
     def feed(self, part: bytes) -> int:
         """Keep the end of the response; its tokens are not counted one by one."""
+        if self._kind == "response" and len(self._start) < ID_BYTES:
+            self._start += part[:ID_BYTES]
         tail = self._tail + part if self._tail else part
         self._tail = tail[-TAIL_BYTES:] if len(tail) > TAIL_BYTES else tail
         return 0
@@ -150,18 +191,39 @@ class ReplyScanner:
         """The usage, once the response is complete."""
         return find_usage(self._tail)
 
+    @property
+    def response_id(self) -> bytes:
+        """Id of a response of the responses API, empty if none was seen."""
+        return find_response_id(self._start)
+
 
 class NoScanner:
     """For responses without tokens."""
 
     __slots__ = ()
     usage: Usage | None = None
+    response_id = b""
     done = False
 
     def feed(self, part: bytes) -> int:
         """Ignore it."""
         del part
         return 0
+
+
+def find_response_id(text: bytes) -> bytes:
+    """Return the id of a response of the responses API, as far as it is in ``text``."""
+    found = _RESPONSE_ID.search(text[:ID_BYTES])
+    return found[1] if found else b""
+
+
+def _merged(before: Usage | None, after: Usage | None) -> Usage | None:
+    """Return a usage with what only an earlier one told."""
+    if before is None or after is None:
+        return after or before
+    prompt = before.prompt_tokens if after.prompt_tokens is None else after.prompt_tokens
+    cached = before.cached_tokens if after.cached_tokens is None else after.cached_tokens
+    return Usage(prompt, after.output_tokens, cached)
 
 
 def find_usage(text: bytes) -> Usage | None:
@@ -219,7 +281,11 @@ def _usage(found: dict[str, Any]) -> Usage:
         prompt = get("input_tokens")
     if output is None:
         output = get("output_tokens")
+    if prompt is None and output is None:
+        prompt = get("total_tokens")  # of a rerank
     cached = details.get("cached_tokens") if type(details) is dict else None
+    if cached is None:
+        cached = get("cache_read_input_tokens")
     return Usage(_count(prompt), _count(output), None if cached is None else _count(cached))
 
 

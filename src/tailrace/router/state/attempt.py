@@ -130,8 +130,8 @@ class Attempt:
         cluster, asked = self._cluster, self.arrival.asked
         self.last_at = now = cluster.clock()
         done = outcome == "done"
-        # An embedding has no answer to learn the length of answers from.
-        output = self.output_tokens if done and asked.kind != "embedding" else -1
+        # An embedding, for instance, has no answer to learn the length of answers from.
+        output = self.output_tokens if done and asked.generates else -1
         decode_s = cluster.ended(self, now, output)
         if done and self.first_at is None:
             self.first_at, self.estimated = self._estimated_first(now, decode_s), True

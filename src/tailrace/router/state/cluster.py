@@ -164,6 +164,13 @@ class ClusterState:
         """Units of content per token, as calibrated so far."""
         return self.counter.units_per_token
 
+    @property
+    def mean_output(self) -> float:
+        """Mean tokens of an answer so far, at this worker."""
+        router = self.router
+        finished, tokens = float(router["finished"]), float(router["finished_tokens"])
+        return (tokens + self.prior_output_tokens) / (finished + 1)
+
     def add(self, backend: BackendSettings) -> int:
         """Add a replica at run time; return its number. Numbers of others never change."""
         self._grow([backend])

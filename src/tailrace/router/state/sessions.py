@@ -58,6 +58,19 @@ class Sessions:
     def publish(self, key: str | int, session: Session) -> None:
         """Make a conversation known to other workers: here there are none."""
 
+    def remember_response(self, client: str, response_id: str, replica: int) -> None:
+        """A replica may have stored a response for a client."""
+        key, session = _response_key(client, response_id), self.new()
+        session.last_replica, session.turns = replica, 1
+        self.put(key, session)
+        if self.shared:
+            self.publish(key, session)
+
+    def replica_of_response(self, client: str, response_id: str) -> int:
+        """Return the replica that gave a client this response, -1: not known."""
+        session = self.find(_response_key(client, response_id))
+        return -1 if session is None else session.last_replica
+
 
 class SharedSessions(Sessions):
     """Conversations whose requests may come to any of several workers.
@@ -107,6 +120,10 @@ class SharedSessions(Sessions):
         session.number, session.last_replica = cells[at + 1], cells[at + 2] - 1
         session.turns = cells[at + 3]
         return True
+
+
+def _response_key(client: str, response_id: str) -> int:
+    return _key(f"response {client} {response_id}")
 
 
 def _key(session_id: str) -> int:

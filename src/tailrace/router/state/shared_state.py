@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
+from tailrace.router.access.accounts import ClientAccounts
 from tailrace.router.settings import BackendSettings
 from tailrace.view import prefix_index
 from tailrace.view.prefix_index import PrefixIndex
@@ -78,6 +79,8 @@ class SharedState:
     def __init__(self, workers: int, replicas: int, entries: int) -> None:
         """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index."""
         self.workers = workers
+        self.accounts = ClientAccounts(workers)
+        """What clients use at present."""
         alone = workers == 1  # then it can grow, see with_room
         self.room = room = replicas if alone else 2 * replicas + SPARE
         rows = 1 if alone else 2 * workers
@@ -114,6 +117,7 @@ class SharedState:
         ):  # fmt: skip
             rows[worker] = np.zeros((), rows.dtype)
         self.entries[worker, :, 0] = np.zeros((), self.entries.dtype)  # the heads of the lists
+        self.accounts.clear(worker)
 
     def with_room(self, replicas: int, entries: int) -> "SharedState":
         """Return the state of one worker alone with room for more replicas or larger indexes.
@@ -123,6 +127,7 @@ class SharedState:
         grown = SharedState(1, replicas, entries)
         grown.replicas[:, : self.room] = self.replicas
         grown.routers[:] = self.routers
+        grown.accounts = self.accounts
         if entries == self.index_entries:
             for name in ("entries", "slots", "totals"):
                 getattr(grown, name)[:, : self.room] = getattr(self, name)

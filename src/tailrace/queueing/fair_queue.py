@@ -1,0 +1,187 @@
+"""Weighted fair queueing by tokens (start-time fair queueing, Goyal et al. 1996).
+
+Requests of one *flow* (a client) wait in the order of their arrival. Among flows the one goes next
+that was served least, in tokens per weight, since it began to wait. A flow that was idle starts
+level with those that wait: it neither saves up a claim nor owes anything for what it used while
+there was room. A more urgent priority goes before all others.
+
+Requests that not every server can take wait in different *lanes* (for instance one per model), so
+that a full server holds up only those that need it. A flow's account is the same in all lanes.
+
+The algorithm knows neither clocks nor sockets. Costs are tokens; they may be corrected later, when
+the length of an answer is known.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+Lane = Hashable
+#: Idle flows that are remembered.
+_MANY_FLOWS = 256
+
+
+class QueuedItem(Generic[T]):
+    """An item in the queue."""
+
+    __slots__ = ("cost", "flow", "item", "lane", "number", "priority", "since", "weight")
+
+    def __init__(
+        self, item: T, flow: str, weight: float, cost: float, priority: int, lane: Lane,
+        since: float, number: int,
+    ) -> None:  # fmt: skip
+        self.item = item
+        self.flow = flow
+        self.weight = weight
+        self.cost = cost
+        """Tokens that it is expected to take."""
+        self.priority = priority
+        """Lower goes first."""
+        self.lane = lane
+        self.since = since
+        """When it was queued, as the caller says."""
+        self.number = number
+        """Its place in the order of arrival."""
+
+
+class FairQueue(Generic[T]):
+    """Items that wait, by lane, priority and flow."""
+
+    def __init__(self) -> None:
+        self._by_number: OrderedDict[int, QueuedItem[T]] = OrderedDict()
+        self._numbers: dict[int, int] = {}  # id of an item -> its number
+        # Lane -> priority -> flow -> number -> item, without empty parts.
+        self._lanes: dict[Lane, dict[int, dict[str, OrderedDict[int, QueuedItem[T]]]]] = {}
+        self._backlog: dict[str, int] = {}  # items that wait, by flow
+        self._served: dict[str, float] = {}  # tokens per weight, by flow
+        self._now = 0.0  # virtual time: what the flow served last had been served before
+        self._next = 0
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __contains__(self, item: T) -> bool:
+        return id(item) in self._numbers
+
+    def has_lane(self, lane: Lane) -> bool:
+        """Whether something waits in a lane."""
+        return lane in self._lanes
+
+    def __iter__(self) -> Iterator[QueuedItem[T]]:
+        """All that wait, in the order of their arrival."""
+        return iter(self._by_number.values())
+
+    def push(
+        self, item: T, *, flow: str = "", weight: float = 1.0, cost: float = 1.0,
+        priority: int = 0, lane: Lane = None, since: float = 0.0,
+    ) -> None:  # fmt: skip
+        """Queue an item behind the others of its flow, lane and priority."""
+        queued = QueuedItem(item, flow, weight, cost, priority, lane, since, self._next)
+        self._next += 1
+        if flow not in self._backlog:
+            self._served[flow] = max(self._served.get(flow, 0.0), self._now)
+        self._insert(queued)
+
+    def put_back(self, queued: QueuedItem[T]) -> None:
+        """Queue what :meth:`pop` gave again, at its old place."""
+        self._insert(queued)
+        self._by_number.move_to_end(queued.number, last=False)
+        self._lanes[queued.lane][queued.priority][queued.flow].move_to_end(
+            queued.number, last=False
+        )
+
+    def _insert(self, queued: QueuedItem[T]) -> None:
+        self._by_number[queued.number] = queued
+        self._numbers[id(queued.item)] = queued.number
+        flows = self._lanes.setdefault(queued.lane, {}).setdefault(queued.priority, {})
+        flows.setdefault(queued.flow, OrderedDict())[queued.number] = queued
+        self._backlog[queued.flow] = self._backlog.get(queued.flow, 0) + 1
+
+    def pop(self, blocked: Collection[Lane] = ()) -> QueuedItem[T] | None:
+        """Take out the item that goes next, of no ``blocked`` lane; None: there is none."""
+        best: QueuedItem[T] | None = None
+        best_key = (0, 0.0, 0)
+        for lane, priorities in self._lanes.items():
+            if lane in blocked:
+                continue
+            priority = min(priorities)
+            for flow, items in priorities[priority].items():
+                first = next(iter(items))
+                key = (priority, self._served[flow], first)
+                if best is None or key < best_key:
+                    best, best_key = items[first], key
+        if best is not None:
+            self._take_out(best)
+        return best
+
+    def remove(self, item: T) -> bool:
+        """Take an item out of turn; False: it does not wait."""
+        number = self._numbers.get(id(item))
+        if number is None:
+            return False
+        self._take_out(self._by_number[number])
+        return True
+
+    def _take_out(self, queued: QueuedItem[T]) -> None:
+        number, flow = queued.number, queued.flow
+        del self._by_number[number], self._numbers[id(queued.item)]
+        priorities = self._lanes[queued.lane]
+        flows = priorities[queued.priority]
+        del flows[flow][number]
+        if not flows[flow]:
+            del flows[flow]
+            if not flows:
+                del priorities[queued.priority]
+                if not priorities:
+                    del self._lanes[queued.lane]
+        self._backlog[flow] -= 1
+        if not self._backlog[flow]:
+            del self._backlog[flow]
+
+    # What was served.
+
+    def serve(self, flow: str, weight: float, cost: float) -> None:
+        """Charge a flow for something that goes now, whether or not it had to wait."""
+        served = max(self._served.get(flow, 0.0), self._now)
+        self._now = served
+        self._served[flow] = served + cost / weight
+        if len(self._served) > _MANY_FLOWS + 2 * len(self._backlog):
+            self._forget_idle()
+
+    def correct(self, flow: str, weight: float, more: float) -> None:
+        """Something that a flow was charged for cost ``more`` tokens, fewer if negative."""
+        if flow in self._served:
+            self._served[flow] += more / weight
+
+    def _forget_idle(self) -> None:
+        """Forget flows that do not wait; when they do again, they start level with the others."""
+        self._served = {flow: self._served[flow] for flow in self._backlog}
+
+    # When there are too many.
+
+    def victim(self, flow: str, weight: float, cost: float, priority: int) -> T | None:
+        """Return which item should give up its place for a new one; None: the new one itself.
+
+        The least urgent first; among these, the latest of the flow that has the most tokens per
+        weight waiting, so that a flow that floods the queue pushes out only itself.
+        """
+        worst = max((p for ps in self._lanes.values() for p in ps), default=priority)
+        if worst < priority:
+            return None
+        waiting: dict[str, float] = {}
+        latest: dict[str, QueuedItem[T]] = {}
+        for priorities in self._lanes.values():
+            for name, items in priorities.get(worst, {}).items():
+                last = items[next(reversed(items))]
+                if name not in latest or last.number > latest[name].number:
+                    latest[name] = last
+                waiting[name] = waiting.get(name, 0.0) + sum(
+                    q.cost / q.weight for q in items.values()
+                )
+        if worst == priority:
+            waiting[flow] = waiting.get(flow, 0.0) + cost / weight
+        longest = max(waiting, key=lambda name: waiting[name])
+        if worst == priority and waiting[longest] <= waiting[flow]:
+            return None
+        return latest[longest].item

@@ -1,0 +1,246 @@
+"""What each client uses at present, counted over all workers: rates, tokens, requests at once.
+
+The counts lie in memory that all workers share and change by atomic instructions, so a limit holds
+however a client's connections are spread over workers. A worker that is killed leaves nothing
+behind: requests at once are counted per worker, and its counts are cleared.
+
+Rates are limited by the generic cell rate algorithm: one number per limit, the time (ns) at which
+the client's bucket is full again. A cost moves it into the future; more than a bucket's worth ahead
+of now is refused.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+import mmap
+import time
+from collections.abc import Iterable
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from tailrace.compiled import jit
+from tailrace.errors import TailraceError
+from tailrace.router.access import atomic
+from tailrace.router.settings import ClientSettings
+
+#: Clients in the settings.
+MAX_CLIENTS = 4096
+#: Rows: as many again, so that a reload finds room before the rows of the old clients are free.
+ROWS = 2 * MAX_CLIENTS
+
+#: Columns of a row: hash of the client's name (0: free), when its buckets of requests and of tokens
+#: are full again (ns), and from ACTIVE on its requests in progress at each worker.
+OWNER, REQUESTS_AT, TOKENS_AT, ACTIVE = range(4)
+
+#: Columns of a client's limits, float64: ns per request, size of the bucket of requests in ns, ns
+#: per token, size of the bucket of tokens in ns, requests at once. inf: no limit, 0 ns: no limit.
+REQUEST_NS, REQUEST_BUCKET_NS, TOKEN_NS, TOKEN_BUCKET_NS, CONCURRENT = range(5)
+
+#: Why a request is refused.
+ADMITTED, TOO_MANY_AT_ONCE, TOO_MANY_REQUESTS, TOO_MANY_TOKENS = range(4)
+_MINUTE_NS = 60e9
+_SECOND_NS = 1e9
+
+
+@jit
+def begin(cells, width, row, worker, limits, now):
+    """Count a request that begins at ``now`` (ns); return why not, and how long to wait (ns).
+
+    ``cells`` int64 [rows * width]. Each worker raises its own count before it reads the sum, so two
+    workers at once may both refuse the last place, but never both take it.
+    """
+    at = row * width
+    own = at + ACTIVE + worker
+    atomic.add(cells, own, 1)
+    active = 0
+    for k in range(at + ACTIVE, at + width):
+        active += cells[k]
+    if active > limits[CONCURRENT]:
+        atomic.add(cells, own, -1)
+        return TOO_MANY_AT_ONCE, 0
+    if limits[REQUEST_NS] > 0:
+        wait = _charge(
+            cells, at + REQUESTS_AT, np.int64(limits[REQUEST_NS]),
+            np.int64(limits[REQUEST_BUCKET_NS]), now,
+        )  # fmt: skip
+        if wait > 0:
+            atomic.add(cells, own, -1)
+            return TOO_MANY_REQUESTS, wait
+    return ADMITTED, 0
+
+
+@jit
+def reserve(cells, width, row, limits, tokens, now):
+    """Take tokens at ``now`` (ns); return how long to wait for them (ns), 0: they are taken.
+
+    What is more than a whole bucket is let through when the bucket is full.
+    """
+    if limits[TOKEN_NS] <= 0:
+        return 0
+    cost, bucket = np.int64(tokens * limits[TOKEN_NS]), np.int64(limits[TOKEN_BUCKET_NS])
+    return _charge(cells, row * width + TOKENS_AT, cost, bucket, now)
+
+
+@jit
+def _charge(cells, place, cost, bucket, now):
+    """Move the time at which a bucket is full; return how long to wait instead, if need be."""
+    while True:
+        before = cells[place]
+        start = max(before, now)
+        wait = start + min(cost, bucket) - now - bucket
+        if wait > 0:
+            return wait
+        if atomic.swap_if(cells, place, before, start + cost):
+            return 0
+
+
+@jit
+def end(cells, width, row, worker, limits, tokens):
+    """A request is over; ``tokens`` more than were reserved were used, fewer if negative."""
+    at = row * width
+    atomic.add(cells, at + ACTIVE + worker, -1)
+    if tokens != 0 and limits[TOKEN_NS] > 0:
+        atomic.add(cells, at + TOKENS_AT, np.int64(tokens * limits[TOKEN_NS]))
+
+
+@jit
+def claim(cells, width, owner, listed):
+    """Return the row of a client, a new one if need be; -1: there is none.
+
+    ``owner``: hash of its name; ``listed`` int64: hashes of all clients there are now. Workers that
+    look for the same client at once agree: each takes the first free row or looks again.
+    """
+    while True:
+        free = -1
+        for row in range(cells.size // width):
+            found = cells[row * width + OWNER]
+            if found == owner:
+                return row
+            if free < 0 and (found == 0 or _is_idle(cells, width, row, listed)):
+                free = row
+        if free < 0:
+            return -1
+        place = free * width + OWNER
+        found = cells[place]
+        if (found == 0 or not _is_in(listed, found)) and atomic.swap_if(cells, place, found, owner):
+            cells[place - OWNER + REQUESTS_AT] = 0
+            cells[place - OWNER + TOKENS_AT] = 0
+            return free
+
+
+@jit
+def _is_idle(cells, width, row, listed):
+    """Whether a row belongs to a client that is gone and has nothing in progress."""
+    if _is_in(listed, cells[row * width + OWNER]):
+        return False
+    active = 0
+    for k in range(row * width + ACTIVE, (row + 1) * width):
+        active += cells[k]
+    return active == 0
+
+
+@jit
+def _is_in(values, value):
+    found = False
+    for k in range(values.size):
+        found |= values[k] == value
+    return found
+
+
+class ClientAccounts:
+    """The rows of all clients, in memory that forked workers share."""
+
+    def __init__(self, workers: int = 1) -> None:
+        self.workers = workers
+        self.width = ACTIVE + workers
+        size = ROWS * self.width
+        # Pages that are never written take no memory.
+        memory = mmap.mmap(-1, 8 * size)
+        self.cells: NDArray[np.int64] = np.frombuffer(memory, np.int64, size)
+        self._rows = self.cells.reshape(ROWS, self.width)
+
+    def clear(self, worker: int) -> None:
+        """Forget the requests in progress at a worker that has died."""
+        self._rows[:, ACTIVE + worker] = 0
+
+    def account(self, client: ClientSettings, listed: NDArray[np.int64], worker: int) -> "Account":
+        """Return a client's account as one worker sees it; ``listed``: :func:`owners` of all."""
+        row = int(claim(self.cells, self.width, owner_of(client.name), listed))
+        if row < 0:
+            raise TailraceError(
+                f"there is no room for client {client.name}: too many requests of former clients "
+                "are in progress; try again later"
+            )
+        return Account(self, row, worker, limits_of(client))
+
+    def active(self, row: int) -> int:
+        """Return the requests in progress of a client, over all workers."""
+        return int(self._rows[row, ACTIVE:].sum())
+
+
+class Account:
+    """One client's counts and limits, as one worker sees them."""
+
+    __slots__ = ("_cells", "_limits", "_row", "_shared", "_width", "_worker")
+
+    def __init__(
+        self, shared: ClientAccounts, row: int, worker: int, limits: NDArray[np.float64]
+    ) -> None:
+        self._shared = shared
+        self._cells, self._width = shared.cells, shared.width
+        self._row, self._worker = row, worker
+        self._limits = limits
+
+    def begin(self, now_ns: int) -> tuple[int, float]:
+        """Count a request; return why it is refused (ADMITTED: it is not) and how long, in s."""
+        why, wait = begin(self._cells, self._width, self._row, self._worker, self._limits, now_ns)
+        return why, wait / _SECOND_NS
+
+    def reserve(self, tokens: float, now_ns: int) -> float:
+        """Take tokens; return how long to wait for them instead, in s, 0: they are taken."""
+        wait = reserve(self._cells, self._width, self._row, self._limits, tokens, now_ns)
+        return float(wait / _SECOND_NS)
+
+    def end(self, tokens: float = 0.0) -> None:
+        """A request is over that used this many more tokens than it had reserved."""
+        end(self._cells, self._width, self._row, self._worker, self._limits, tokens)
+
+    @property
+    def active(self) -> int:
+        """Requests in progress, over all workers."""
+        return self._shared.active(self._row)
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether tokens are limited."""
+        return bool(self._limits[TOKEN_NS] > 0)
+
+
+def limits_of(client: ClientSettings) -> NDArray[np.float64]:
+    """Return a client's limits float64 [5]."""
+    limits = np.zeros(5)
+    rate, tokens = client.requests_per_s, client.tokens_per_minute
+    if rate is not None:
+        limits[REQUEST_NS] = max(1.0, _SECOND_NS / rate)
+        limits[REQUEST_BUCKET_NS] = max(_SECOND_NS, limits[REQUEST_NS])
+    if tokens is not None:
+        limits[TOKEN_NS] = _MINUTE_NS / tokens
+        limits[TOKEN_BUCKET_NS] = _MINUTE_NS
+    limits[CONCURRENT] = np.inf if client.concurrent is None else client.concurrent
+    return limits
+
+
+def owner_of(name: str) -> int:
+    """Return the hash of a client's name, an int64 that is not 0."""
+    return (xxhash.xxh3_64_intdigest(name.encode()) >> 1) | 1
+
+
+def owners(clients: Iterable[ClientSettings]) -> NDArray[np.int64]:
+    """Return the hashes of clients' names, int64 [n]."""
+    return np.array([owner_of(client.name) for client in clients], np.int64)
+
+
+def now_ns() -> int:
+    """Return the clock of all accounts: the same in every worker."""
+    return time.monotonic_ns()

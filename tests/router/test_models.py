@@ -103,7 +103,7 @@ def test_two_models_on_two_backends_asked_in_turns() -> None:
 def test_an_unknown_model_gets_the_known_names() -> None:
     async def test() -> None:
         async with Served(ModelBackend("one"), ModelBackend("other")) as w:
-            for path in ("/v1/chat/completions", "/v1/embeddings", "/tokenize", "/v1/messages"):
+            for path in ("/v1/chat/completions", "/v1/embeddings", "/tokenize"):
                 answer = await w.ask(chat("three", path=path))
                 assert answer.status == 404
                 error = error_of(answer)

@@ -298,6 +298,47 @@ def test_an_orderly_end() -> None:
     run(test())
 
 
+def test_readiness_fails_before_connections_are_refused() -> None:
+    async def status(where: tuple[str, int], path: str) -> int:
+        client = Client(*await asyncio.open_connection(*where))
+        client.send(f"GET {path} HTTP/1.1\r\nHost: {where[0]}\r\n\r\n".encode())
+        found = (await client.answer()).status
+        client.writer.close()
+        return found
+
+    async def test() -> None:
+        backend = Backend()
+        await backend.start()
+        os.environ["LAME_TOKEN"] = "secret"
+        admin = {"listen": "127.0.0.1:0", "token_env": "LAME_TOKEN"}
+        router = Router(settings_for([backend], admin=admin, lame_duck_s=1000))
+        started = asyncio.Event()
+        serving = asyncio.create_task(router.run(started.set))
+        await started.wait()
+        w = World(router, [backend], None, None)  # type: ignore[arg-type]
+        assert router.admin_at is not None
+        both = (router.listen_at, router.admin_at)
+        assert [await status(at, p) for at in both for p in ("/live", "/ready")] == [200] * 4
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not router.draining:
+            await asyncio.sleep(0)
+        assert [await status(at, "/ready") for at in both] == [503, 503]
+        assert [await status(at, "/live") for at in both] == [200, 200]
+        assert await status(router.listen_at, "/health") == 503
+        assert (await w.ask(post())).status == 200  # new connections are served
+        assert await status(router.admin_at, "/status") == 401
+        assert not serving.done()
+        os.kill(os.getpid(), signal.SIGTERM)  # who is in a hurry says it twice
+        assert await serving == 0
+        with pytest.raises(OSError, match=r"refused|Connect call failed"):
+            await asyncio.open_connection(*router.listen_at)
+        for opened in w.opened:
+            opened.writer.close()
+        await backend.kill()
+
+    run(test())
+
+
 def test_the_end_has_a_limit() -> None:
     async def test() -> None:
         async with world(1, admission={"max_in_flight": 1}) as w:
@@ -410,7 +451,7 @@ def test_the_command_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
         )
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", CODE, "--config", str(file), "--listen", "127.0.0.1:0",
-            "--admin", "127.0.0.1:0", "--policy", "round_robin",
+            "--admin", "127.0.0.1:0", "--policy", "round_robin", "--set", "lame_duck_s=0",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ,
         )  # fmt: skip
         try:

@@ -1,8 +1,10 @@
 """Several router processes on one port."""
 
 import asyncio
+import mmap
 import os
 import signal
+import struct
 import sys
 import time
 import urllib.error
@@ -90,6 +92,7 @@ def test_workers_are_one_router(tmp_path: Path) -> None:
         made.start_emulator(2)
         made.start_router(
             processes=2, routing__policy="round_robin", routing__limit_ms=10_000, drain_s=5,
+            lame_duck_s=0,
             decisions__folder=tmp_path / "decisions",
         )  # fmt: skip
         until("both workers", lambda: len(made.status()["workers"]) == 2)
@@ -140,6 +143,89 @@ def test_workers_are_one_router(tmp_path: Path) -> None:
         assert len(list((tmp_path / "decisions").glob("decisions-*"))) >= 2
 
 
+def test_changes_outlive_the_workers_that_were_told(tmp_path: Path) -> None:
+    """A worker that is killed, or stopped, comes back with all that was changed since the start."""
+    file = tmp_path / "router.toml"
+
+    with cluster(tmp_path) as made:
+        made.start_emulator(3)
+        made.listen, made.admin = free_ports(2)
+        urls = [f"http://{HOST}:{port}" for port in made.ports]
+
+        def write(policy: str, *listed: str) -> None:
+            entries = "".join(f'[[backends]]\nurl = "{url}"\n' for url in listed)
+            file.write_text(
+                f'listen = "{HOST}:{made.listen}"\nadmin.listen = "{HOST}:{made.admin}"\n'
+                f'routing = {{policy = "{policy}", limit_ms = 10000}}\nprocesses = 2\n'
+                f"watchdog_s = 2\nlame_duck_s = 0\n{entries}"
+            )
+
+        write("round_robin", *urls[:2])
+        made.run("router", "serve", "--config", str(file))
+        until("both workers", lambda: len(made.status()["workers"]) == 2)
+        write("least_outstanding", *urls)
+        made.processes["router"].send_signal(signal.SIGHUP)
+        until("the reload", lambda: len(made.backends()) == 3)
+        fetch(made.admin, "/backends/0/drain", {})
+        added = fetch(made.admin, "/backends", {"url": f"http://{HOST}:1", "name": "added"})
+        assert added["state"] == "closed"
+        fetch(made.admin, "/backends/added/drain", {})
+        file.write_text("nonsense")  # what is read again must not matter
+
+        def same() -> None:
+            status = made.status()
+            assert status["policy"] == "least_outstanding"
+            states = {b["url"]: b["state"] for b in made.backends()}
+            drained = [url for url, state in states.items() if state == "draining"]
+            assert len(states) == 4
+            assert sorted(drained) == sorted([urls[0], f"http://{HOST}:1"])
+            assert answered(made, 12) == {url.removeprefix("http://") for url in urls[1:]}
+
+        same()
+        for kind in (signal.SIGKILL, signal.SIGSTOP):
+            before = pids_of(made)
+            for number, pid in before.items():
+                os.kill(pid, kind)
+                until("a new one", lambda n=number, p=pid: pids_of(made).get(n, p) != p)
+            until("both workers", lambda: len(made.status()["workers"]) == 2)
+            assert not set(pids_of(made).values()) & set(before.values())
+            same()
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            fetch(made.admin, "/reload", {})
+        same()
+        made.assert_alive_and_quiet()
+
+
+def test_a_limit_holds_over_all_workers(tmp_path: Path) -> None:
+    with cluster(tmp_path) as made:
+        made.start_emulator(1)
+        made.start_router(
+            processes=2, routing__policy="round_robin", routing__limit_ms=10_000,
+            admission__max_in_flight=3, metrics__path="off", lame_duck_s=0,
+        )  # fmt: skip
+        until("both workers", lambda: len(made.status()["workers"]) == 2)
+        most = 0
+
+        async def watch() -> None:
+            nonlocal most
+            while True:
+                (replica,) = await asyncio.to_thread(fetch, made.faults, "/replicas")
+                most = max(most, replica["waiting"] + replica["running"])
+
+        async def test() -> list[Outcome]:
+            watching = asyncio.create_task(watch())
+            try:
+                requests = (completion(20, f"{i} ") for i in range(60))
+                return await asyncio.gather(*(ask(made.listen, r) for r in requests))
+            finally:
+                watching.cancel()
+
+        assert all(o.answered for o in run(test(), limit_s=120))
+        assert 1 < most <= 3
+        assert all(w["decisions"] for w in made.status()["workers"])  # both had their share
+        made.assert_alive_and_quiet()
+
+
 def test_workers_do_not_outlive_their_supervisor(tmp_path: Path) -> None:
     with cluster(tmp_path) as made:
         made.ports = free_ports(1)
@@ -157,14 +243,14 @@ def test_workers_do_not_outlive_their_supervisor(tmp_path: Path) -> None:
 # ---- the supervisor -----------------------------------------------------------------------------
 
 
-def supervised(folder: Path, count: int, work: Any, grace_s: float = 5.0) -> int:
+def supervised(folder: Path, count: int, work: Any, grace_s: float = 5.0, **more: Any) -> int:
     """Run a supervisor in a process of its own; return that process."""
     pid = os.fork()
     if pid == 0:
         code = 99
         try:
             sys.stderr = (folder / "errors").open("w")
-            code = Supervisor(count, work, drain_s=0.1, grace_s=grace_s).run(
+            code = Supervisor(count, work, drain_s=0.1, grace_s=grace_s, **more).run(
                 lambda: (folder / "started").touch(exist_ok=False)
             )
         finally:
@@ -187,6 +273,32 @@ def test_a_worker_that_cannot_start_ends_all(tmp_path: Path) -> None:
     assert exit_code(supervised(tmp_path, 2, work)) == 1
     assert not (tmp_path / "started").exists()
     assert "error: not possible" in (tmp_path / "errors").read_text()
+
+
+def test_one_that_is_silent_is_killed_and_started_again(tmp_path: Path) -> None:
+    memory = mmap.mmap(-1, 8)
+
+    def beats() -> float:
+        return float(struct.unpack("d", memory[:8])[0])
+
+    def work(number: int, pipes: SupervisorPipes) -> int:
+        pipes.report_ready()
+        first = not (tmp_path / "first").exists()
+        (tmp_path / ("first" if first else "second")).touch()
+        while not (first and (tmp_path / "stop").exists()):
+            memory[:8] = struct.pack("d", beats() + 1)
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return 0
+
+    pid = supervised(
+        tmp_path, 1, work, grace_s=0.1, beat_at=lambda _: beats(), watchdog_s=lambda: 0.3
+    )
+    until("the start", (tmp_path / "started").exists)
+    (tmp_path / "stop").touch()
+    until("the second", (tmp_path / "second").exists)
+    os.kill(pid, signal.SIGTERM)
+    assert exit_code(pid) == 0
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -81,7 +81,7 @@ class Backend:
         if self.active < self.limit:
             self._full.discard(self.index)
         if self._room is not None:
-            self._room.give_back(self.index)
+            self._room.give_back(self.index, limited=self.health.max_in_flight < NO_LIMIT)
 
     @property
     def is_full(self) -> bool:
@@ -174,12 +174,14 @@ class Backends:
         self._retired = retired
         self._now = 0.0
         self._turn = 0
+        self._is_limited = False  # together with other workers
         backends = {b.url: b for b in settings.backends}
         for number, backend in enumerate(cluster.backends):
             self.all.append(Backend(number, backend, settings, self))
             if backend.url not in backends:
                 self.all[-1].health.remove(True)
         self._drain(configuration)
+        self.refresh(self._now)
 
     @property
     def present(self) -> list[Backend]:
@@ -290,7 +292,7 @@ class Backends:
         excluded: Set[int] = self.full
         if ineligible:
             excluded = excluded | ineligible
-        if self.room is not None:
+        if self._is_limited:
             excluded = excluded | {b.index for b in self.all if b.is_full}
         if tried:
             excluded = excluded | {b.index for b in tried}
@@ -360,6 +362,8 @@ class Backends:
     def refresh(self, now: float) -> None:
         """Bring the limits up to date; they grow with time after a return."""
         self._now = now
+        limits = any(b.health.max_in_flight < NO_LIMIT for b in self.all)
+        self._is_limited = limits and self.room is not None
         for backend in self.all:
             self._set_limit(backend)
 

@@ -100,9 +100,11 @@ class WorkerRoom:
         finally:
             fcntl.lockf(self._signals.lock, fcntl.LOCK_UN)
 
-    def give_back(self, backend: int) -> None:
-        """A request at a backend is over; wake the workers whose requests wait."""
+    def give_back(self, backend: int, *, limited: bool = True) -> None:
+        """A request at a backend is over; if there is a limit, wake those whose requests wait."""
         self._in_flight[backend + self.worker * self._room] -= 1
+        if not limited:
+            return
         self._freed_at[backend] = self._clock()
         for worker in range(self._workers):
             if worker != self.worker and self._times[worker * _CELLS + _WAITING]:

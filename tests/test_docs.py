@@ -50,6 +50,23 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
         assert {path for path in folders if not exists(path)} == set()
 
 
+def test_every_promise_of_security_names_tests_that_exist() -> None:
+    text = (ROOT / "docs/security.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("## Promises")[2], re.MULTILINE)[1:]
+    assert len(rows) > 20
+    for promise, tests in rows:
+        file, named = "", re.findall(r"`([^`]+)`", tests)
+        assert named, promise
+        for test in named:
+            path, _, function = test.partition("::")
+            file = path or file
+            if file.startswith("make "):
+                assert re.search(rf"^{file[5:]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+                continue
+            found = re.findall(r"^def (test_\w+)\(", (ROOT / file).read_text(), re.MULTILINE)
+            assert function in found if function else found, test
+
+
 @each_page
 def test_every_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#\s]+)", page.read_text())

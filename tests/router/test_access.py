@@ -140,8 +140,10 @@ def test_only_valid_keys_get_through(caplog: pytest.LogCaptureFixture) -> None:
             status = w.router.snapshot()
             assert "secret" not in repr(status)
 
-    run(test())
+    with caplog.at_level(logging.INFO):
+        run(test())
     assert "secret" not in "".join(str(vars(record)) for record in caplog.records)
+    assert [r.client for r in caplog.records if hasattr(r, "client")] == ["a", "b"]
 
 
 def test_a_backends_own_key_takes_the_place_of_the_clients(
@@ -209,6 +211,27 @@ def test_priorities_are_for_those_who_may() -> None:
                 assert (answer.status, error_of(answer)["param"]) == (403, "priority")
             assert (await w.ask(keyed("secret-b", "x-priority: 0"))).status == 200
             assert len(w.backends[0].seen) == 2
+            quiet(w)
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "field",
+    [b'"priority":-1', b'"priority":"-1"', b'"priority":-1.0', b'"priority":true',
+     b'"pri\\u006frity":-1', b'"priority":0,"priority":-1'],
+)  # fmt: skip
+def test_no_priority_is_hidden_from_the_router(field: bytes) -> None:
+    """Servers read the body: another priority in a header, another form or path hides nothing."""
+
+    async def test() -> None:
+        async with world(1, clients=[client("a")], paths=["/v1/completions", "/v1/new"]) as w:
+            body = b'{"prompt":"x",' + field + b"}"
+            for path in ("/v1/completions", "/v1/new"):
+                for headers in ((), ("x-priority: 0",)):
+                    answer = await w.ask(keyed("secret-a", *headers, body=body, path=path))
+                    assert (answer.status, error_of(answer)["param"]) == (403, "priority")
+            assert not w.backends[0].seen
             quiet(w)
 
     run(test())

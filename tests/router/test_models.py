@@ -358,3 +358,46 @@ def test_reload_changes_models_and_aliases(tmp_path: Path) -> None:
             assert (await w.ask(chat("x"))).status == 404
 
     run(test())
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("late", [False, True])
+def test_no_client_takes_out_all_servers_of_a_model(adapter: bool, late: bool) -> None:
+    """Half of all four would be both servers of one model. An adapter counts with its model."""
+
+    async def test() -> None:
+        backends = [ModelBackend("one"), ModelBackend("one"), ModelBackend("two"),
+                    ModelBackend("two")]  # fmt: skip
+        if adapter:
+            backends[0].models = listed("one", "adapter")
+        async with Served(*backends, retry={"attempts": 1}) as w:
+            router = w.router.backends
+            for backend in router.all[:2]:
+                for _ in range(100):
+                    if late:
+                        router.suspect(backend, w.clock(), "late")
+                    else:
+                        router.failed(backend, w.clock(), "closed the connection")
+            assert [b.health.state for b in router.all] == ["open", *["closed"] * 3]
+            assert (await w.ask(chat("one"))).status == 200
+            for backend in router.all[2:]:
+                for _ in range(100):
+                    router.failed(backend, w.clock(), "closed the connection")
+            assert [b.health.state for b in router.all] == ["open", "closed"] * 2
+            assert (await w.ask(chat("two"))).status == 200
+
+    run(test())
+
+
+def test_a_response_is_continued_with_another_model_where_that_is() -> None:
+    async def test() -> None:
+        one, other = ModelBackend("one"), ModelBackend("other")
+        async with Served(one, other) as w:
+            w.router.backends.cluster.sessions.remember_response("", "resp_1", 0)
+            for model, backend in (("one", one), ("other", other)):
+                body = {"model": model, "input": "x", "previous_response_id": "resp_1"}
+                answer = await w.ask(post("/v1/responses", orjson.dumps(body)))
+                assert answer.status == 200
+                assert len(backend.seen) == 1
+
+    run(test())

@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -53,6 +53,16 @@ STOP_POLL_S = 0.02
 _OK = b'{"status":"ok"}'
 
 _log = logging.getLogger("tailrace.router")
+
+
+class PreparedChange(NamedTuple):
+    """What a changed configuration needs, made before anything is changed."""
+
+    settings: ServeSettings
+    """Those for this worker."""
+    routes: RouteTable
+    keyring: Keyring
+    backends: BackendChange
 
 
 class Router:
@@ -415,13 +425,13 @@ class Router:
         room = self.backends.room
         is_idle = self.backends.is_idle if room is None else room.is_idle
         new = change(self.configuration).placed(self._store.room, is_idle)
-        settings, prepared, keyring = self._prepare(new)
+        prepared = self._prepare(new)
         try:
             self._store.publish(new)
         except BaseException:
-            prepared.discard()
+            prepared.backends.discard()
             raise
-        return self._apply(new, settings, prepared, keyring)
+        return self._apply(new, prepared)
 
     def catch_up(self) -> None:
         """Go by the latest configuration, if another worker has changed it."""
@@ -429,38 +439,32 @@ class Router:
             new = self._store.latest(self.configuration.version)
             if new is not None and new.version != self._failed_version:
                 self._failed_version = new.version
-                self._apply(new, *self._prepare(new))
+                self._apply(new, self._prepare(new))
         except TailraceError as error:
             _log.error("this worker keeps its settings", extra={"why": str(error)})
 
-    def _prepare(self, new: Configuration) -> tuple[ServeSettings, BackendChange, Keyring]:
-        """Do what can fail."""
+    def _prepare(self, new: Configuration) -> PreparedChange:
+        """Do what can fail; the backends last, because what they need has to be closed again."""
         settings = self._part(new.effective)
-        keyring = self._keyring(settings)
-        return settings, self.backends.prepare(settings), keyring
+        routes, keyring = RouteTable(settings.paths), self._keyring(settings)
+        return PreparedChange(settings, routes, keyring, self.backends.prepare(settings))
 
     def _keyring(self, settings: ServeSettings) -> Keyring:
         view = self.backends.cluster.worker_view
         return Keyring(settings.clients, view.shared.accounts, view.worker)
 
-    def _apply(
-        self,
-        new: Configuration,
-        settings: ServeSettings,
-        prepared: BackendChange,
-        keyring: Keyring,
-    ) -> dict[str, Any]:
+    def _apply(self, new: Configuration, prepared: PreparedChange) -> dict[str, Any]:
         """Do what cannot fail."""
         self.configuration = new
-        self.keyring, self.routes = keyring, RouteTable(settings.paths)
-        self.settings = settings
+        self.settings, self.routes, self.keyring, change = prepared
+        settings = self.settings
         self.limits = settings.limits
         self.scraper.settings = settings.metrics
         if self._tasks and not self.scraper.running and settings.metrics.path != "off":
             self._spawn(self.scraper.run())
         self.decision_log.settings = settings.decisions
         self.dispatcher.reload(settings)
-        added, removed = self.backends.apply(new, settings, prepared)
+        added, removed = self.backends.apply(new, settings, change)
         self.models.reload(settings.models)
         self._report_worker()
         self.dispatcher.context.admit_waiting()

@@ -82,7 +82,7 @@ class ClientSettings(Settings):
     """A client with a key, and what it may use; without any, whoever reaches the router may."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._@-]{1,64}$")
-    """Name in logs, metrics and status."""
+    """Name in logs; limits and fair shares belong to it, whatever its keys."""
     key_env: tuple[str, ...] = ()
     """Environment variables that hold its keys, one each; all of them are valid."""
     key_file: tuple[Path, ...] = ()
@@ -209,8 +209,8 @@ class HealthSettings(Settings):
     failures: int = Field(default=3, ge=1, le=1000)
     """Failures in a row, of requests or probes, after which it gets no more requests."""
     max_ejected: Share = 0.5
-    """Share of the replicas that failed requests and late probes may take out together, rounded
-    down; only a health path that refuses connections or answers 5xx takes out more."""
+    """Share of a model's replicas that failed requests and late probes may take out together,
+    rounded down; only a health path that refuses connections or answers 5xx takes out more."""
     failure_share: Share = 0.5
     """Share of failed requests in `window_s` that does the same."""
     window_s: Seconds = 10.0

@@ -118,6 +118,15 @@ def test_rows_of_clients_that_are_gone_are_used_again(monkeypatch: pytest.Monkey
         of(shared, client("new"))
 
 
+def test_a_change_that_is_refused_in_the_end_takes_nothing_from_a_client() -> None:
+    shared, old = ClientAccounts(), client("old", requests_per_s=1)
+    account = of(shared, old)
+    assert account.begin(NOW)[0] == ADMITTED
+    account.end()
+    of(shared, client("new"))  # of settings without the old client, which are refused then
+    assert account.begin(NOW)[0] == of(shared, old).begin(NOW)[0] == TOO_MANY_REQUESTS
+
+
 def test_workers_agree_on_rows() -> None:
     shared = ClientAccounts(2)
     clients = [client(name, concurrent=1) for name in "abc"]

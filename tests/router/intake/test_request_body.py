@@ -109,8 +109,9 @@ def test_headers() -> None:
         x_priority="-4",
         x_slo_ttft_ms="250",
     )
-    assert (request.session, request.priority, request.ttft_slo_s) == ("head", -4, 0.25)
-    odd = _read("/v1/completions", {"priority": 3}, x_priority="soon", x_slo_ttft_ms="nan")
+    assert (request.session, request.priority, request.ttft_slo_s) == ("head", 3, 0.25)
+    assert _read("/v1/completions", {"prompt": "x"}, x_priority="-4").priority == -4
+    odd = _read("/v1/completions", {"prompt": "x"}, x_priority="soon", x_slo_ttft_ms="nan")
     assert (odd.priority, odd.ttft_slo_s) == (0, None)
 
 

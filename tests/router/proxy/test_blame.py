@@ -8,6 +8,8 @@ import pytest
 from router.conftest import Backend, Seen, World, post, raw, reply, run, world
 
 CLOSE = raw(b"", close=True)
+#: With paths of unknown kinds.
+PATHS = ["/v1/completions", "/v1/anything", "/v1/files"]
 POISON = b"poison"
 INNOCENT = post("/v1/completions", b'{"prompt":"fine"}')
 
@@ -81,7 +83,7 @@ def test_a_request_is_sent_no_more_often_than_set(attempts: int, n: int) -> None
 @pytest.mark.parametrize("script", [CLOSE, reply(b"", "503 Busy"), raw(b"HTTP/1.1 200 OK\r\nCo")])
 def test_an_unknown_request_that_changes_something_is_sent_once(method: str, script: Any) -> None:
     async def test() -> None:
-        async with world(3, limits={"first_byte_s": 100}) as w:
+        async with world(3, paths=PATHS, limits={"first_byte_s": 100}) as w:
             await warm(w)
             for backend in w.backends:
                 backend.default = script
@@ -100,7 +102,7 @@ def test_an_unknown_request_that_changes_something_is_sent_once(method: str, scr
 
 def test_an_unknown_request_may_move_on_before_it_was_sent() -> None:
     async def test() -> None:
-        async with world(2) as w:
+        async with world(2, paths=PATHS) as w:
             await w.backends[0].kill()
             for _ in range(4):
                 assert (await w.ask(post("/v1/anything", b"x"))).status == 200
@@ -112,7 +114,7 @@ def test_an_unknown_request_does_not_meet_a_connection_that_is_closing() -> None
     """It could not be sent again, so it goes out on a new one."""
 
     async def test() -> None:
-        async with world(1) as w:
+        async with world(1, paths=PATHS) as w:
             await warm(w)
             before = w.backends[0].connections
             assert (await w.ask(post("/v1/anything", b"x"))).status == 200
@@ -123,7 +125,7 @@ def test_an_unknown_request_does_not_meet_a_connection_that_is_closing() -> None
 
 def test_reading_is_tried_again() -> None:
     async def test() -> None:
-        async with world(2) as w:
+        async with world(2, paths=PATHS) as w:
             for backend in w.backends:
                 backend.scripts.append(CLOSE)
             assert (await w.ask(b"GET /v1/files HTTP/1.1\r\nHost: x\r\n\r\n")).status in (200, 502)

@@ -109,15 +109,21 @@ def claim(cells, width, owner, listed):
     """Return the row of a client, a new one if need be; -1: there is none.
 
     ``owner``: hash of its name; ``listed`` int64: hashes of all clients there are now. Workers that
-    look for the same client at once agree: each takes the first free row or looks again.
+    look for the same client at once agree: each takes the first free row or looks again. A row of a
+    client that is gone is used only if no other is left: the change may still be refused, or be
+    news to other workers.
     """
     while True:
         free = -1
-        for row in range(cells.size // width):
+        rows = cells.size // width
+        for row in range(rows):
             found = cells[row * width + OWNER]
             if found == owner:
                 return row
-            if free < 0 and (found == 0 or _is_idle(cells, width, row, listed)):
+            if found == 0 and free < 0:
+                free = row
+        for row in range(rows):
+            if free < 0 and _is_idle(cells, width, row, listed):
                 free = row
         if free < 0:
             return -1

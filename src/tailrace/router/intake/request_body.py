@@ -116,15 +116,19 @@ def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Request
 
 
 def read_headers(request: RequestBody, headers: Mapping[bytes, bytes]) -> None:
-    """Read what headers say of a request; they come before what its body says."""
+    """Read what headers say of a request; they come before what its body says.
+
+    A priority in the body comes first all the same: servers read that one, so a client must not be
+    able to show the router another.
+    """
     for name in _SESSION_HEADERS:
         value = headers.get(name)
         if value:
             request.session = value.decode("latin-1")
             break
     priority = headers.get(b"x-priority")
-    if priority is not None:
-        request.priority = _whole(_number(priority), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
+    if priority is not None and not request.priority:
+        request.priority = _priority(priority)
     slo_ms = headers.get(b"x-slo-ttft-ms")
     if slo_ms is not None:
         value_ms = _number(slo_ms)
@@ -132,11 +136,18 @@ def read_headers(request: RequestBody, headers: Mapping[bytes, bytes]) -> None:
             request.ttft_slo_s = value_ms / 1e3
 
 
-def _number(text: bytes) -> float | None:
+def _number(text: bytes | str) -> float | None:
     try:
         return float(text)
     except ValueError:
         return None
+
+
+def _priority(value: Any) -> int:
+    """Return a priority as servers read it: they take numbers as texts, too."""
+    if isinstance(value, bytes | str):
+        value = _number(value)
+    return _whole(int(value) if value is True else value, -_MAX_PRIORITY, _MAX_PRIORITY) or 0
 
 
 def _whole(value: Any, low: int, high: int) -> int | None:
@@ -168,7 +179,7 @@ def _read_body(request: RequestBody, data: dict[str, Any]) -> None:
 
 
 def _read_rare(request: RequestBody, data: dict[str, Any]) -> None:
-    request.priority = _whole(data.get("priority"), -_MAX_PRIORITY, _MAX_PRIORITY) or 0
+    request.priority = _priority(data.get("priority"))
     for field in _SESSION_FIELDS:
         value = data.get(field)
         if type(value) is dict:

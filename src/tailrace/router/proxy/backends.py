@@ -6,7 +6,7 @@ undisturbed; once they are over, its number may be given to another one.
 
 import logging
 import math
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass, field
 
 from tailrace.net.client import NO_FILES, FetchError, Pool, failure_kind
@@ -171,6 +171,8 @@ class Backends:
         """Numbers of backends that are at their limit."""
         self.all: list[Backend] = []
         """By number, including those that were removed and still have their number."""
+        self.peers: Callable[[Backend], Iterable[Collection[Backend]]] = lambda _: (self.present,)
+        """Groups of backends of which each must keep some: those that serve the same model."""
         self._retired = retired
         self._now = 0.0
         self._turn = 0
@@ -335,13 +337,17 @@ class Backends:
         return any(b.health.available for b in self.all)
 
     def may_eject(self, backend: Backend) -> bool:
-        """Whether requests may take a backend out: not if that would leave too few of them.
+        """Whether requests may take a backend out: not if that would leave too few for a model.
 
         Whatever a client does, and however late all servers are, the others go on.
         """
-        serving = [b for b in self.present if not b.health.draining]
-        out = sum(b.health.breaker.state != CLOSED for b in serving if b is not backend)
-        return out + 1 <= backend.health.settings.max_ejected * len(serving)
+        most = backend.health.settings.max_ejected
+        for peers in self.peers(backend):
+            serving = [b for b in peers if not b.health.draining]
+            out = sum(b.health.breaker.state != CLOSED for b in serving if b is not backend)
+            if out + 1 > most * len(serving):
+                return False
+        return True
 
     def failed(self, backend: Backend, now: float, why: str, *, died: bool = False) -> None:
         """A request has failed for a reason that is the backend's; ``died``: no connection."""
@@ -353,11 +359,14 @@ class Backends:
 
     def pause(self, backend: Backend, until: float) -> None:
         """A backend has asked for no requests until then (s); not all get what they ask for."""
-        serving = [b for b in self.present if b.health.available]
-        paused = sum(b.paused_until > self._now for b in serving if b is not backend)
-        if paused + 1 <= backend.health.settings.max_ejected * len(serving):
-            backend.paused_until = max(backend.paused_until, until)
-            self._set_limit(backend)
+        most = backend.health.settings.max_ejected
+        for peers in self.peers(backend):
+            serving = [b for b in peers if b.health.available]
+            paused = sum(b.paused_until > self._now for b in serving if b is not backend)
+            if paused + 1 > most * len(serving):
+                return
+        backend.paused_until = max(backend.paused_until, until)
+        self._set_limit(backend)
 
     def refresh(self, now: float) -> None:
         """Bring the limits up to date; they grow with time after a return."""

@@ -70,6 +70,8 @@ class ModelCatalogue:
         self._known: dict[str, _Known] = {}  # by URL: numbers may be given anew
         self._places: dict[str, Placement | None] = {}
         self._groups: dict[frozenset[int], int] = {}
+        self._peers: dict[int, list[list[Backend]]] = {}
+        backends.peers = self.peers
         self._created = int(time.time())
         self.reload(settings)
 
@@ -135,6 +137,30 @@ class ModelCatalogue:
     def _forget_places(self) -> None:
         self._places = {}
         self._groups = {}
+        self._peers = {}
+
+    def peers(self, backend: Backend) -> list[list[Backend]]:
+        """Return the backends that serve the same models as one, itself included, for each model.
+
+        A model that only some backends of another one have counts with that one: a LoRA adapter
+        with its base model.
+        """
+        found = self._peers.get(backend.index)
+        if found is None:
+            found = self._peers[backend.index] = self._find_peers(backend)
+        return found
+
+    def _find_peers(self, backend: Backend) -> list[list[Backend]]:
+        present = self._backends.present
+        models = self._of(backend).models
+        if not models:
+            return [present]
+        groups = set()
+        for model in models:
+            others = ((b.index, self._of(b).models) for b in present)
+            groups.add(frozenset(i for i, known in others if known is None or model in known))
+        largest = [group for group in groups if not any(group < other for other in groups)]
+        return [[b for b in present if b.index in group] for group in largest]
 
     # What clients are told.
 

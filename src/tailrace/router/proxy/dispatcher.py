@@ -95,7 +95,7 @@ class RequestDispatcher:
             arrival = context.backends.cluster.arrive(body, keep=True)
             if client is not None and client.account.limits_tokens:
                 reserved = self._reserve(client, arrival)
-        elif client is not None and client.restricted:
+        elif client is not None:
             self._check(client, read_body(kind, head.lower, request.body), request.body)
         context.retry_budget.request()
         request_id = self._request_id(request)

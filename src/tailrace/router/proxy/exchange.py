@@ -237,8 +237,13 @@ class Exchange:
         place = self._context.models.place(self._model)
         excluded = place.excluded if place is not None else backends.numbers
         home = self._home
-        if home is not None and home.health.available and home not in self._tried:
-            excluded = excluded | (backends.numbers - {home.index})
+        if (
+            home is not None
+            and home.health.available
+            and home not in self._tried
+            and home.index not in excluded
+        ):
+            excluded = backends.numbers - {home.index}
         return excluded
 
     def _remember(self, response_id: bytes, backend: Backend) -> None:
@@ -647,8 +652,9 @@ class Exchange:
         failed = outcome not in ("done", "client_gone", "rejected")
         if context.settings.log.requests or (failed and status != 429 and status >= 500):
             response_headers.log(
-                self.id, self._kind, status, outcome, backend, self._attempts, self._failure
-            )
+                self.id, self._kind, status, outcome, backend, self._attempts, self._failure,
+                self.flow,
+            )  # fmt: skip
         if len(context.queue):
             context.admit_waiting()
 

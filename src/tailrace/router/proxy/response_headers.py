@@ -46,14 +46,15 @@ def _header_value(text: str) -> bytes:
 
 def log(
     request_id: bytes, kind: str, status: int, outcome: str, backend: Backend | None, attempts: int,
-    failure: str,
+    failure: str, client: str,
 ) -> None:  # fmt: skip
-    """Log the end of a request."""
+    """Log the end of a request; ``client``: its client's name, if clients have keys."""
     _log.log(
         logging.INFO if outcome in _GOOD else logging.WARNING,
         "request %s", outcome,
         extra={
-            "request": request_id.decode(), "kind": kind, "status": status,
+            "request": request_id.decode(), "client": client or None, "kind": kind,
+            "status": status,
             "replica": backend.label if backend is not None else None,
             "attempts": attempts, "why": failure or None,
         },

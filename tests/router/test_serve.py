@@ -319,6 +319,10 @@ def test_readiness_fails_before_connections_are_refused() -> None:
         assert router.admin_at is not None
         both = (router.listen_at, router.admin_at)
         assert [await status(at, p) for at in both for p in ("/live", "/ready")] == [200] * 4
+        kept = [await w.client() for _ in range(3)]
+        for one in kept:
+            one.send(post())
+            assert "connection" not in (await one.answer()).headers
         os.kill(os.getpid(), signal.SIGTERM)
         while not router.draining:
             await asyncio.sleep(0)
@@ -326,6 +330,13 @@ def test_readiness_fails_before_connections_are_refused() -> None:
         assert [await status(at, "/live") for at in both] == [200, 200]
         assert await status(router.listen_at, "/health") == 503
         assert (await w.ask(post())).status == 200  # new connections are served
+        backend.scripts = [reply(b"{}"), raw(SSE_HEAD + chunked(b"data: [DONE]\n\n"))]
+        live = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+        for one, request in zip(kept, (post(), post(), live), strict=True):
+            one.send(request)
+            answer = await one.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+            assert await one.reader.read() == b""
         assert await status(router.admin_at, "/status") == 401
         assert not serving.done()
         os.kill(os.getpid(), signal.SIGTERM)  # who is in a hurry says it twice

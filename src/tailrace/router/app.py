@@ -230,6 +230,8 @@ class Router:
     def handle(self, request: HttpRequest) -> Work | None:
         """Begin with a request."""
         kind = OTHER
+        if self.draining:
+            request.client.shutdown()  # the last one on this connection: the client turns elsewhere
         try:
             route, client = self._route_and_client(request.head)
             kind = route.kind

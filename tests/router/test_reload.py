@@ -14,6 +14,7 @@ from router.conftest import (
     SSE_HEAD,
     Backend,
     Client,
+    Clock,
     Seen,
     World,
     chunked,
@@ -23,10 +24,12 @@ from router.conftest import (
     settings_for,
 )
 from tailrace.errors import TailraceError
-from tailrace.router.app import Router
+from tailrace.router.app import CATCH_UP_S, Router
 from tailrace.router.configuration import Configuration, SharedConfigurationStore
 from tailrace.router.serve_settings import ServeSettings, load
-from tailrace.router.settings import BackendSettings
+from tailrace.router.settings import BackendSettings, ClientSettings
+from tailrace.router.workers.peer_workers import PeerWorkers
+from tailrace.router.workers.worker import join_peers
 
 
 class File:
@@ -492,3 +495,63 @@ def test_workers_find_the_latest_configuration(tmp_path: Path) -> None:
     with pytest.raises(TailraceError, match="at the same time"):
         other.publish(drained)
     assert len(list(tmp_path.iterdir())) < 20
+
+
+def test_a_worker_that_cannot_take_over_a_change_is_reported(tmp_path: Path) -> None:
+    """It keeps its settings, tries again, and can itself make the next change."""
+    bad = {"name": "a", "key_file": str(tmp_path / "no_such_file")}
+
+    async def test() -> None:
+        folder = tmp_path / "shared"
+        folder.mkdir()
+        backend, clock = Backend(), Clock()
+        await backend.start()
+        file = File(settings_for([backend]).model_dump(exclude_unset=True))
+        broken: list[dict[str, Any]] = []
+
+        def part(settings: ServeSettings) -> ServeSettings:
+            clients = tuple(ClientSettings.model_validate(c) for c in broken)
+            return settings.model_copy(update={"clients": clients})
+
+        SharedConfigurationStore(folder, 9).publish(Configuration.first(file.read()))
+        routers = [
+            Router(file.read(), load=file.read, clock=clock, part=of,
+                   store=SharedConfigurationStore(folder, 9))
+            for of in (lambda settings: settings, part)
+        ]  # fmt: skip
+        for number, router in enumerate(routers):
+            await join_peers(router, PeerWorkers(folder, number, 2))
+            await router.start()
+        first, second = (World(router, [backend], None, None) for router in routers)  # type: ignore[arg-type]
+
+        async def reload(w: World) -> tuple[int, Any]:
+            return await admin(w, "POST /reload")
+
+        try:
+            assert (await reload(first))[0] == 200
+            broken.append(bad)
+            file.settings["lame_duck_s"] = 2.0
+            status, answer = await reload(first)
+            assert status == 500
+            assert "worker 1: client a: cannot read keys" in answer["error"]["message"]
+            assert [r.settings.lame_duck_s for r in routers] == [2.0, 5.0]
+            behind = [(await admin(w, "GET /status"))[1]["behind"] for w in (first, second)]
+            assert all("cannot read keys" in why for why in behind)
+            # Another change of one that is all right does not hide it, nor can the other make one.
+            assert (await reload(first))[0] == 500
+            assert (await reload(second))[0] == 400
+            broken.clear()
+            second.router.sweep(clock())
+            assert second.router.behind  # not tried all the time
+            clock.ahead_s += CATCH_UP_S
+            second.router.sweep(clock())
+            assert (second.router.behind, second.router.settings.lame_duck_s) == ("", 2.0)
+            file.settings["lame_duck_s"] = 3.0
+            assert (await reload(second))[0] == 200
+            assert [r.settings.lame_duck_s for r in routers] == [3.0, 3.0]
+        finally:
+            for router in routers:
+                await router.stop()
+            await backend.kill()
+
+    run(test())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -46,6 +47,8 @@ from tailrace.router.state.worker_room import WorkerRoom
 
 #: How often time limits are checked, in s.
 SWEEP_S = 0.1
+#: Pause before a worker that could not take over a change tries again, in s.
+CATCH_UP_S = 5.0
 #: How often a stopping router checks whether all clients have gone, in s.
 STOP_POLL_S = 0.02
 
@@ -128,7 +131,10 @@ class Router:
         self._others: list[asyncio.AbstractServer] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
-        self._failed_version = 0
+        self.behind = ""
+        """Why this worker goes by former settings; empty: it does not."""
+        self._wanted: Configuration | None = None  # the latest, if it could not be taken over
+        self._try_at = 0.0
         self._listen_at = self._admin_at = ("", 0)
         self._most_clients = process.most_clients()
 
@@ -426,7 +432,8 @@ class Router:
         self.catch_up()
         room = self.backends.room
         is_idle = self.backends.is_idle if room is None else room.is_idle
-        new = change(self.configuration).placed(self._store.room, is_idle)
+        latest = self._wanted or self.configuration
+        new = change(latest).placed(self._store.room, is_idle)
         prepared = self._prepare(new)
         try:
             self._store.publish(new)
@@ -436,14 +443,22 @@ class Router:
         return self._apply(new, prepared)
 
     def catch_up(self) -> None:
-        """Go by the latest configuration, if another worker has changed it."""
+        """Go by the latest configuration, if another worker has changed it.
+
+        What cannot be done, for instance because a file is gone, is reported and tried again.
+        """
         try:
-            new = self._store.latest(self.configuration.version)
-            if new is not None and new.version != self._failed_version:
-                self._failed_version = new.version
-                self._apply(new, self._prepare(new))
-        except TailraceError as error:
-            _log.error("this worker keeps its settings", extra={"why": str(error)})
+            latest = self._wanted or self.configuration
+            new = self._store.latest(latest.version)
+            if new is not None:
+                self._wanted, self._try_at = new, -math.inf
+            if self._wanted is not None and self.clock() >= self._try_at:
+                self._apply(self._wanted, self._prepare(self._wanted))
+        except Exception as error:
+            why = str(error) if isinstance(error, TailraceError) else repr(error)
+            if why != self.behind:
+                _log.error("this worker keeps its former settings", extra={"why": why})
+            self.behind, self._try_at = why, self.clock() + CATCH_UP_S
 
     def _prepare(self, new: Configuration) -> PreparedChange:
         """Do what can fail; the backends last, because what they need has to be closed again."""
@@ -457,7 +472,7 @@ class Router:
 
     def _apply(self, new: Configuration, prepared: PreparedChange) -> dict[str, Any]:
         """Do what cannot fail."""
-        self.configuration = new
+        self.configuration, self._wanted, self.behind = new, None, ""
         self.settings, self.routes, self.keyring, change = prepared
         settings = self.settings
         self.limits = settings.limits
@@ -490,6 +505,7 @@ class Router:
             at=now,
             backends=self.backends.snapshot(now, self.scraper),
             draining=self.draining,
+            behind=self.behind,
             policy=chooser.policy.name,
             fallback=routing.fallback,
             canary=routing.canary,

@@ -34,6 +34,8 @@ ROUTER_METRICS: tuple[tuple[_Type, str, str, Callable[[RouterSnapshot], float]],
      lambda s: s.canary_share if s.canary else 0.0),
     (_GAUGE, "waiting_requests", "Requests that wait at the router for room", lambda s: s.waiting),
     (_GAUGE, "client_connections", "Open connections of clients", lambda s: s.clients),
+    (_GAUGE, "settings_behind", "Whether it could not take over the latest change of settings",
+     lambda s: bool(s.behind)),
     (_COUNTER, "decision_log_dropped", "Lines of the decision log that could not be written",
      lambda s: s.log_lines_dropped),
 )  # fmt: skip

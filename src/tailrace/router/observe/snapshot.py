@@ -70,6 +70,8 @@ class RouterSnapshot:
     """By number, including those that a reload has removed."""
     draining: bool = False
     """Whether the router is stopping."""
+    behind: str = ""
+    """Why this process goes by former settings, after a change that others have taken over."""
     policy: str
     fallback: str
     canary: str = ""

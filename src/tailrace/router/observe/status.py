@@ -43,6 +43,7 @@ def describe(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
         "version": __version__,
         "state": "draining" if s.draining else "ok",
         "uptime_s": now - t.started_at,
+        "behind": _clean(s.behind),
         "policy": _clean(s.policy),
         "fallback": _clean(s.fallback),
         "in_flight": sum(b.in_flight for b in s.backends),

@@ -71,6 +71,7 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
         **first,
         "state": "ok" if any(p["state"] == "ok" for p in parts) else first["state"],
         "uptime_s": max(p["uptime_s"] for p in parts),
+        "behind": next((p["behind"] for p in parts if p["behind"]), ""),
         **{key: sum(p[key] for p in parts) for key in ("in_flight", "waiting", "clients")},
         "decisions": {
             "total": decided,
@@ -102,6 +103,7 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
                 "worker": worker,
                 "pid": p["pid"],
                 "uptime_s": p["uptime_s"],
+                "behind": p["behind"],
                 "clients": p["clients"],
                 "in_flight": p["in_flight"],
                 "decisions": p["decisions"]["total"],

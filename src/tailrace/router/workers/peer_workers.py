@@ -10,8 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import orjson
+
 from tailrace.net.server import HttpRequest
-from tailrace.router.admin import AdminResponse
+from tailrace.router.admin import AdminResponse, error
 
 #: For one worker's response, s; one that is busy for longer is left out.
 TIMEOUT_S = 2.0
@@ -96,7 +98,8 @@ class PeerRequest:
 class PeerChange:
     """An admin request that has changed something; it is answered when all workers go by it.
 
-    A worker that is busy for longer takes the change over when it looks after its time limits.
+    A worker that is busy for longer takes the change over when it looks after its time limits. One
+    that cannot take it over is reported.
     """
 
     def __init__(self, request: HttpRequest, peers: PeerWorkers, response: AdminResponse) -> None:
@@ -105,7 +108,15 @@ class PeerChange:
 
     async def _run(self, peers: PeerWorkers, response: AdminResponse) -> None:
         if response.status == 200:
-            await peers.ask("POST", "/catch-up")
+            answers = await peers.ask("POST", "/catch-up")
+            behind = [(a.worker, why) for a in answers if (why := orjson.loads(a.body)["behind"])]
+            if behind:
+                workers = "; ".join(f"worker {worker}: {why}" for worker, why in behind)
+                response = error(
+                    500,
+                    "the change is made, but not all workers could take it over; they keep their "
+                    f"former settings and try again: {workers}",
+                )
         status, kind, body, extra = response
         client = self._request.client
         client.respond(self._request.head, status, body, content_type=kind, extra=extra)

@@ -175,4 +175,4 @@ async def join_peers(router: Router, peers: PeerWorkers) -> None:
 
 def _caught_up(router: Router) -> AdminResponse:
     router.catch_up()
-    return json({"version": router.configuration.version})
+    return json({"behind": router.behind})

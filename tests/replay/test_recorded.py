@@ -40,6 +40,24 @@ def test_times_and_replicas_come_back(log):
     assert part.rows["arrival_s"][0] == 0
 
 
+def test_two_backends_that_had_the_same_number_are_two_replicas(log):
+    """The second backend is removed half way, another one gets its number, then it comes back."""
+    folder, result = log
+    (file,) = folder.glob("*.jsonl")
+    head, *lines = file.read_text().splitlines()
+    lines = sorted(map(json.loads, lines), key=lambda line: line["arrived"])
+    third = len(lines) // 3
+    for row, line in enumerate(lines):
+        second = "new" if third <= row < 2 * third else "b"
+        line["backend"] = second if line["replica"] else "a"
+    file.write_text("\n".join([head, *map(json.dumps, lines)]))
+    found = recorded.read(file)
+    was = np.sort(result.requests, order="arrived_s")["replica"]
+    is_new = (was == 1) & (np.arange(len(was)) // third == 1)
+    assert found.replicas == 3
+    assert (found.outcomes["replica"] == np.where(is_new, 2, was)).all()
+
+
 def test_what_is_no_log_is_refused(tmp_path):
     table = tmp_path / "table.csv"
     table.write_text("arrival_s,prompt_tokens,output_tokens\n0,10,10\n")

@@ -313,6 +313,24 @@ def test_what_was_counted_is_not_lost_and_not_given_to_others() -> None:
 # ---- requests in progress -----------------------------------------------------------------------
 
 
+def test_the_decision_log_names_backends_that_had_the_same_number(tmp_path: Path) -> None:
+    async def test() -> list[tuple[int, str]]:
+        async with running(3, decisions={"folder": str(tmp_path)}) as (w, file):
+            a, b, c = w.backends
+            await asked(w, 10)
+            file.list(a)
+            w.router.reload()
+            file.list(a, c)
+            w.router.reload()
+            await asked(w, 10)
+            return [(k, f"127.0.0.1:{x.port}") for k, x in ((0, a), (1, b), (1, c))]
+
+    wanted = run(test())
+    lines = [orjson.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.open()]
+    found = [(line["replica"], line["backend"]) for line in lines if "replica" in line]
+    assert [found.count(pair) for pair in wanted] == [10, 5, 5]
+
+
 def test_streams_at_removed_backends_go_on_and_keep_their_number() -> None:
     async def test() -> None:
         async with running(6) as (w, file):

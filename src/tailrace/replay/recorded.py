@@ -1,6 +1,7 @@
 """A decision log as traffic with what became of it: where each request went and when it ended."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,14 @@ def read(path: Path) -> RecordedTraffic:
             answered[str(data["id"])] = (where, data)
     chosen = sorted(answered.values(), key=lambda item: item[1]["arrived"])
     outcomes = np.zeros(len(chosen), OUTCOME)
+    numbers = _Numbers(data.get("replica") for _, data in chosen)
     start_s = float(chosen[0][1]["arrived"])
     for row, (where, data) in zip(outcomes, chosen, strict=True):
         for name, key in (
             ("arrived_s", "arrived"), ("sent_s", "sent"), ("first_s", "first"), ("last_s", "last")
         ):  # fmt: skip
             row[name] = checked_number(where, data, key, -np.inf, np.inf) - start_s
-        row["replica"] = int(checked_number(where, data, "replica", -np.inf, np.inf))
+        row["replica"] = numbers.of(checked_number(where, data, "replica", -np.inf, np.inf), data)
         cached = data.get("cached_reported")
         row["cached_tokens"] = cached if isinstance(cached, int) else -1
         row["is_estimated"] = bool(data.get("estimated"))
@@ -120,3 +122,30 @@ def read(path: Path) -> RecordedTraffic:
     policies = Counter(str(data.get("policy")) for _, data in chosen)
     names = tuple(name for name, _ in policies.most_common())
     return RecordedTraffic(trace.table, outcomes, names, trace.skipped)
+
+
+class _Numbers:
+    """Numbers of replicas, each for one of them only.
+
+    A router gives the number of a removed backend to another one. The second one of a number gets
+    one that the log does not use; logs without names of backends are taken as they are.
+    """
+
+    def __init__(self, recorded: Iterable[Any]) -> None:
+        self._unused = 1 + max((int(n) for n in recorded if isinstance(n, int | float)), default=-1)
+        self._by_name: dict[str, int] = {}
+        self._named: dict[int, str] = {}
+
+    def of(self, number: float, data: dict[str, Any]) -> int:
+        """Return the number of a line's replica, which has this one in the log."""
+        number, name = int(number), data.get("backend")
+        if not isinstance(name, str) or not name:
+            return number
+        found = self._by_name.get(name)
+        if found is None:
+            if self._named.setdefault(number, name) == name:
+                found = number
+            else:
+                found, self._unused = self._unused, self._unused + 1
+            self._by_name[name] = found
+        return found

@@ -149,12 +149,12 @@ class DecisionLog:
             self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
             self._thread.start()
 
-    def write(self, attempt: Attempt, outcome: str) -> None:
-        """Write an attempt that has been closed."""
+    def write(self, attempt: Attempt, outcome: str, backend: str = "") -> None:
+        """Write an attempt that has been closed; ``backend``: the name of its replica."""
         if self._thread is None:
             return
         attempts = self._attempts
-        attempts.append((attempt, outcome))
+        attempts.append((attempt, outcome, backend))
         if len(attempts) >= _BATCH:
             self.flush()
 
@@ -300,8 +300,12 @@ class DecisionLog:
 
     # ---- a line ---------------------------------------------------------------------------------
 
-    def record(self, attempt: Attempt, outcome: str) -> dict[str, Any]:
-        """Return what is written of an attempt; times are Unix times in s."""
+    def record(self, attempt: Attempt, outcome: str, backend: str = "") -> dict[str, Any]:
+        """Return what is written of an attempt; times are Unix times in s.
+
+        The number of a replica may be given to another one once it was removed; ``backend``, its
+        name, tells them apart.
+        """
         arrival, decision, offset_s = attempt.arrival, attempt.decision, self._offset_s
         asked, first_at, last_at = arrival.asked, attempt.first_at, attempt.last_at
         prompt, known = attempt.known_prompt_tokens
@@ -312,6 +316,7 @@ class DecisionLog:
             "model": asked.model[:_LONGEST_NAME],
             "policy": decision.policy,
             "replica": attempt.replica,
+            "backend": backend,
             "runner_up": decision.runner_up,
             "reason": decision.reason,
             "fell_back": decision.fell_back,

@@ -617,10 +617,11 @@ class Exchange:
     def _close_attempt(self, outcome: str) -> None:
         """This attempt is over."""
         attempt, self.attempt = self.attempt, None
+        backend, self._backend = self._backend, None
         if attempt is not None:
             attempt.close(outcome)
-            self._context.decision_log.write(attempt, outcome)
-        backend, self._backend = self._backend, None
+            name = backend.label if backend is not None else ""
+            self._context.decision_log.write(attempt, outcome, name)
         if backend is not None:
             backend.end()
 

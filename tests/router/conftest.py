@@ -301,7 +301,7 @@ class Clock:
         return time.monotonic() + self.ahead_s
 
 
-def settings_for(backends: list[Backend], **over: Any) -> ServeSettings:
+def settings_for(backends: list[Backend], /, **over: Any) -> ServeSettings:
     """Settings for a test: no probes, metrics or questions unless the test wants them."""
     data: dict[str, Any] = {
         "backends": [{"url": b.url, "name": f"b{i}"} for i, b in enumerate(backends)],

@@ -1,6 +1,7 @@
 """Requests go where their model is; what models there are."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,21 @@ class ModelBackend(Backend):
 class Served:
     """A router in front of backends with models."""
 
-    def __init__(self, *backends: ModelBackend, **over: Any) -> None:
+    def __init__(
+        self, *backends: ModelBackend, stated: Sequence[list[str]] = (), **over: Any
+    ) -> None:
+        """``stated``: models of each backend in the settings."""
         self.backends = list(backends)
+        self.stated = stated
         self.over: dict[str, Any] = {"models": MODELS, **over}
 
     async def __aenter__(self) -> World:
         for backend in self.backends:
             await backend.start()
         counts, clock = Counts(), Clock()
+        if self.stated:
+            pairs = zip(self.backends, self.stated, strict=True)
+            self.over["backends"] = [{"url": b.url, "models": names} for b, names in pairs]
         settings = settings_for(list(self.backends), **self.over)
         self.router = Router(settings, events=counts, clock=clock)
         await self.router.start()
@@ -122,21 +130,8 @@ def test_models_by_settings_are_not_asked() -> None:
     async def test() -> None:
         one, other = ModelBackend(), ModelBackend()
         one.models, other.models = listed("not", "this"), listed("nor", "that")
-        served = Served(one, other)
-        for backend in (one, other):
-            await backend.start()
-        served.over["backends"] = [
-            {"url": one.url, "models": ["a", "b"]}, {"url": other.url, "models": ["b", "c"]},
-        ]  # fmt: skip
-        for backend in (one, other):
-            await backend.kill()
-            port = backend.port
-
-            async def again(backend: ModelBackend = backend, port: int = port) -> None:
-                await ModelBackend.start(backend, port)
-
-            backend.start = again  # type: ignore[method-assign]
-            backend.default = reply(b"{}")
+        one.default = other.default = reply(b"{}")
+        served = Served(one, other, stated=(["a", "b"], ["b", "c"]))
         async with served as w:
             for model in "abcbabc":
                 assert (await w.ask(chat(model))).status == 200

@@ -275,6 +275,25 @@ def test_a_worker_that_cannot_start_ends_all(tmp_path: Path) -> None:
     assert "error: not possible" in (tmp_path / "errors").read_text()
 
 
+def test_a_reload_that_comes_during_the_start_is_not_lost(tmp_path: Path) -> None:
+    def work(number: int, pipes: SupervisorPipes) -> int:
+        signal.signal(signal.SIGHUP, lambda *_: (tmp_path / "reloaded").touch())
+        (tmp_path / "starting").touch()
+        until("the signal", (tmp_path / "signalled").exists)
+        time.sleep(0.3)  # the supervisor looks for signals meanwhile
+        pipes.report_ready()
+        while True:
+            time.sleep(0.01)
+
+    pid = supervised(tmp_path, 1, work)
+    until("the start", (tmp_path / "starting").exists)
+    os.kill(pid, signal.SIGHUP)
+    (tmp_path / "signalled").touch()
+    until("the reload", (tmp_path / "reloaded").exists)
+    os.kill(pid, signal.SIGTERM)
+    assert exit_code(pid) == 0
+
+
 def test_one_that_is_silent_is_killed_and_started_again(tmp_path: Path) -> None:
     memory = mmap.mmap(-1, 8)
 

@@ -156,8 +156,9 @@ class Supervisor:
                 ready += len(os.read(self._ready_in, 64))
             elif self._reap():
                 return 1
-            received = signal.sigtimedwait(_SIGNALS - {signal.SIGCHLD}, 0)
-            if received is not None and received.si_signo != signal.SIGHUP:
+            # SIGHUP stays pending until all can take it.
+            received = signal.sigtimedwait({signal.SIGTERM, signal.SIGINT}, 0)
+            if received is not None:
                 return 130 if received.si_signo == signal.SIGINT else 0
         return None
 

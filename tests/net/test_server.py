@@ -77,12 +77,12 @@ def test_a_body_is_awaited_with_100_continue() -> None:
     [
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 40_000 + b"\r\n\r\n", 431),
         (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 40_000, 431),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n", 413),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9999\r\n\r\n",
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 5000\r\n\r\n", 413),
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 9999\r\n\r\n",
          413),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1000\r\n"
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1000\r\n"
          + b"a" * 4096 + b"\r\n1000\r\n", 413),
-        (b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnope\r\n", 400),
+        (b"POST /score HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnope\r\n", 400),
         (b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0",
          400),
         (b"GET / HTTP/1.1\nHost: x\n\n", 400),
@@ -124,7 +124,7 @@ def test_a_refused_client_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nab"]
+    "data", [b"GET / HT", b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nab"]
 )
 def test_a_slow_request(data: bytes) -> None:
     async def test() -> None:

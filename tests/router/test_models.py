@@ -34,8 +34,9 @@ class ModelBackend(Backend):
             await reply(self.models, self.status)(seen, reader, writer)
             return
         model = orjson.loads(seen.body).get("model")
-        known = {entry["id"] for entry in orjson.loads(self.models)["data"]}
-        status = "200 OK" if model is None or model in known else "404 Not Found"
+        listed = orjson.loads(self.models).get("data")
+        known = listed is None or model in {None, *(entry["id"] for entry in listed)}
+        status = "200 OK" if known else "404 Not Found"
         await reply(b'{"usage":{}}', status)(seen, reader, writer)
 
 

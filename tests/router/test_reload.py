@@ -326,7 +326,8 @@ def test_the_decision_log_names_backends_that_had_the_same_number(tmp_path: Path
             return [(k, f"127.0.0.1:{x.port}") for k, x in ((0, a), (1, b), (1, c))]
 
     wanted = run(test())
-    lines = [orjson.loads(line) for path in tmp_path.glob("*.jsonl") for line in path.open()]
+    (path,) = tmp_path.glob("*.jsonl")
+    lines = [orjson.loads(line) for line in path.read_text().splitlines()]
     found = [(line["replica"], line["backend"]) for line in lines if "replica" in line]
     assert [found.count(pair) for pair in wanted] == [10, 5, 5]
 

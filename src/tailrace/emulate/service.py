@@ -174,7 +174,8 @@ class EmulatedService(Listener):
     def _embed(self, client: EmulatedConnection, request: HttpRequest) -> None:
         body = read_object(request.body)
         check_model(body, self._served)
-        prompts = [completion_prompt(one) for one in _texts(body.get("input")) or [None]]
+        given = body.get("input")
+        prompts = [completion_prompt(one) for one in _texts(given) or [given]]
         data = [
             {"index": k, "object": "embedding", "embedding": _embedding(prompt)}
             for k, prompt in enumerate(prompts)

@@ -24,7 +24,7 @@ OTHER_TEST_FOLDERS = frozenset({"data", "vllm"})
 #: longer list two arguments of the same type are easily swapped.
 MOST_ARGUMENTS = 14
 #: The decorators of compiled.py.
-COMPILING = frozenset({"jit", "inlined", "vectorised", "vectorised_finite"})
+COMPILING = frozenset({"jit", "unlocked", "inlined", "vectorised", "vectorised_finite"})
 
 
 @cache

@@ -60,6 +60,9 @@ if "NUMBA_CACHE_DIR" not in os.environ:
 #: slower.
 jit: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False)
 
+#: The same for work that takes long: other threads run meanwhile.
+unlocked: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, nogil=True)
+
 #: The same, pasted into its callers: for functions that take the many arrays of a fleet, since
 #: handing those over costs more than the function's own work.
 inlined: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, inline="always")

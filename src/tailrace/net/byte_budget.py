@@ -20,11 +20,13 @@ class ByteBudget:
     with a small request is thus not turned away because others send large ones.
     """
 
-    __slots__ = ("receiving", "used")
+    __slots__ = ("most", "receiving", "used")
 
     def __init__(self) -> None:
         self.used = 0
         """Bytes held now."""
+        self.most = 0
+        """Most bytes held since the last look (:meth:`freed`)."""
         self.receiving: set[Holder] = set()
         """Holders whose request is not complete."""
 
@@ -35,7 +37,16 @@ class ByteBudget:
         """
         self.used += size - holder.held
         holder.held = size
+        if self.used > self.most:
+            self.most = self.used
         return self.used <= limit or self._make_room(holder, limit)
+
+    def freed(self, least: int) -> bool:
+        """Whether at least so many bytes fewer are held than at some time since the last look."""
+        if self.most - self.used < least:
+            return False
+        self.most = self.used
+        return True
 
     def _make_room(self, holder: Holder, limit: int) -> bool:
         while self.used > limit:

@@ -17,8 +17,8 @@ class ConnectionLimits(Settings):
     body_bytes: int = Field(default=32 * 2**20, ge=1024, le=2**31)
     """Largest request body; above: 413."""
     bodies_bytes: int = Field(default=256 * 2**20, ge=1024, le=2**50)
-    """Requests held at once by a process, all clients together, in bytes; above: the largest that
-    is still being received gets 503."""
+    """Request bodies held at once, of all clients together; above: the largest of those still being
+    received gets 503."""
     connections: int = Field(default=10_000, ge=1, le=1_000_000)
     """Client connections at once; above: 503."""
     header_s: Seconds = 10.0

@@ -515,11 +515,15 @@ class ClientConnection(asyncio.Protocol):
         try:
             work = self._service.handle(HttpRequest(head, body, self))
         except Exception:
-            _log.exception("a request was not handled")
-            self.respond(head, 500, self.error_body(500, self.internal_error), keep=False)
+            self.failed(head)
             return
         if self.busy:
             self._work = work
+
+    def failed(self, head: RequestHead) -> None:
+        """Log the exception that is being handled, and respond with status 500."""
+        _log.exception("a request was not handled")
+        self.respond(head, 500, self.error_body(500, self.internal_error), keep=False)
 
     def respond(
         self,

@@ -352,7 +352,7 @@ class Router:
         if self.dispatcher.active:
             _log.warning("cut off", extra={"requests": len(self.dispatcher.active)})
         self._abort()
-        self.dispatcher.context.tokenize_probe.close()
+        self.dispatcher.close()
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -566,6 +566,8 @@ class Router:
             client.check(now)
         for backend in self.backends.all:
             backend.pool.sweep(now)
+        if self.held.freed(process.FREED_BYTES):
+            process.return_memory()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

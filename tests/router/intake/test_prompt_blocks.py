@@ -7,7 +7,10 @@ from hypothesis import strategies as st
 from tailrace.router.intake.prompt_blocks import (
     BLOCK_BYTES,
     BLOCK_UNITS,
+    MAX_BLOCK_BYTES,
+    UNIT_BYTES,
     PromptBlocks,
+    array_blocks,
     private_block,
     root_of,
     text_blocks,
@@ -109,3 +112,22 @@ def test_searching_finds_what_walking_finds(
     assert found >= walked
     if not answers or prefix_index.match_tokens(index, 0, runs.keys[-1:], runs.units[-1:]) == 0:
         assert found == walked
+
+
+def test_the_rest_of_a_very_long_prompt_is_one_run() -> None:
+    rng = np.random.default_rng(0)
+    data = rng.integers(0, 256, MAX_BLOCK_BYTES + 1001, np.uint8)
+    other = data.copy()
+    other[-1] ^= 1
+    blocks, changed = array_blocks(data, 7), array_blocks(other, 7)
+    short = array_blocks(data[:MAX_BLOCK_BYTES], 7)
+    n = MAX_BLOCK_BYTES // BLOCK_BYTES
+    assert blocks.whole == n == len(blocks.keys) - 2
+    assert blocks.keys[:n].tolist() == short.keys[:n].tolist() == changed.keys[:n].tolist()
+    assert blocks.end_key != changed.end_key
+    assert blocks.units[n] == 251
+    assert blocks.total == blocks.units.sum() == -(-data.size // UNIT_BYTES)
+    answer = (MAX_BLOCK_BYTES - 100, MAX_BLOCK_BYTES + 500)
+    assert array_blocks(data, 7, answer).branch_key == array_blocks(data[: answer[0]], 7).end_key
+    late = (MAX_BLOCK_BYTES + 100, MAX_BLOCK_BYTES + 500)
+    assert array_blocks(data, 7, late).branch_at == -1

@@ -36,7 +36,14 @@ from tailrace.router.intake.json_scan import (
     value,
     word,
 )
-from tailrace.router.intake.request_body import HEADERS, RequestBody, read_body, read_headers
+from tailrace.router.intake.request_body import (
+    HEADERS,
+    MAX_NAME,
+    RequestBody,
+    comparable,
+    read_body,
+    read_headers,
+)
 
 #: Kinds of bodies that are read here.
 CHAT, COMPLETION = range(2)
@@ -253,14 +260,20 @@ class BodyReader:
 
         As :func:`request_body.read_body`, but the prompt may stand in ``data`` instead of ``text``.
         """
+        return self.read_ordinary(kind, headers, body) or read_body(kind, headers, body)
+
+    def read_ordinary(
+        self, kind: str, headers: Mapping[bytes, bytes], body: bytes
+    ) -> RequestBody | None:
+        """The same for a body of an ordinary shape; None: it has none."""
         code = _KINDS.get(kind)
         size = len(body)
         if code is None or not 0 < size <= LONGEST:
-            return read_body(kind, headers, body)
+            return None
         if size + SPARE > self._text.size:
             self._text = np.empty(2 * size, np.uint8)
         if not read(_frombuffer(body, _U1), code, self._text, self._found):
-            return read_body(kind, headers, body)
+            return None
         length, model_from, model_to, streams, most, answer_from, answer_to = self._found.tolist()
         request = _new(RequestBody)
         request.kind = kind
@@ -279,6 +292,8 @@ class BodyReader:
         return request
 
     def _model(self, name: bytes) -> str:
+        if len(name) > MAX_NAME:
+            return comparable(name.decode())
         if len(self._models) >= _MOST_MODELS:
             self._models.clear()
         model = self._models[name] = name.decode()

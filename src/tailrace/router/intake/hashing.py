@@ -110,6 +110,16 @@ def chain(data, block, unit, branch_from, branch_to, keys, units):
     return branch // block if branch >= 0 else -1
 
 
+@jit
+def fingerprint(data, start, end):
+    """Hash of the bytes from ``start`` to ``end`` of ``data`` uint8 [n], for comparison only."""
+    key = _P1
+    while start < end:
+        key = _block(data, start, min(end, start + 256), key)
+        start += 256
+    return key
+
+
 # ---- what is written to disk --------------------------------------------------------------------
 
 

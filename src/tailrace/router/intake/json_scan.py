@@ -14,7 +14,7 @@ from tailrace.compiled import jit
 
 ODD = -1
 _DEEPEST = 60
-_LONGEST_NUMBER = 17
+_LONGEST_NUMBER, _LONGEST_PLAIN_NUMBER = 17, 300
 
 _U = np.uint64
 _ONES, _HIGHS, _BLANKS = _U(0x0101010101010101), _U(0x8080808080808080), _U(0x2020202020202020)
@@ -308,6 +308,34 @@ def number(b, at):
 
 
 @jit
+def _number_end(b, at):
+    """Return the end of any number that has a finite value; ODD: it is none, or very long."""
+    start = at
+    if b[at] == 0x2D:
+        at += 1
+    first = at
+    at = _digits(b, at)
+    if at == first or (b[first] == 0x30 and at > first + 1):
+        return ODD
+    if at < b.size and b[at] == 0x2E:
+        point = at
+        at = _digits(b, at + 1)
+        if at == point + 1:
+            return ODD
+    longest = _LONGEST_PLAIN_NUMBER
+    if at < b.size and (b[at] == 0x45 or b[at] == 0x65):
+        longest = _LONGEST_NUMBER
+        at += 1
+        if at < b.size and (b[at] == 0x2B or b[at] == 0x2D):
+            at += 1
+        first = at
+        at = _digits(b, at)
+        if at == first or at > first + 2:
+            return ODD
+    return at if at - start <= longest else ODD
+
+
+@jit
 def _scalar(b, at):
     """Return the end of a string, number or word; ODD: it is none."""
     if at >= b.size:
@@ -319,7 +347,7 @@ def _scalar(b, at):
             return ODD
         return end + 1
     if c == 0x2D or 0x30 <= c <= 0x39:
-        return number(b, at)[0]
+        return _number_end(b, at)
     if is_word(b, at, min(b.size, at + 4), TRUE) or is_word(b, at, min(b.size, at + 4), NULL):
         return at + 4
     if is_word(b, at, min(b.size, at + 5), FALSE):
@@ -363,6 +391,20 @@ def key(b, at):
 
 
 @jit
+def _inner_key(b, at):
+    """As :func:`key`, for objects whose keys mean nothing here: they may have escapes."""
+    if at >= b.size or b[at] != 0x22:
+        return ODD, at
+    end, slashes = string(b, at + 1)
+    if end < 0 or (slashes > 0 and not _sound_escapes(b, at + 1, end)):
+        return ODD, at
+    at = blank(b, end + 1)
+    if at >= b.size or b[at] != 0x3A:
+        return ODD, at
+    return end, blank(b, at + 1)
+
+
+@jit
 def value(b, at):
     """Return the end of any value; ODD: it is none, or too deep."""
     objects, depth = _U(0), 0  # a bit per open bracket: whether it is an object's
@@ -378,7 +420,7 @@ def value(b, at):
             at = blank(b, at + 1)
             if at < b.size and b[at] != (0x7D if in_object else 0x5D):
                 if in_object:
-                    end, at = key(b, at)
+                    end, at = _inner_key(b, at)
                     if end < 0:
                         return ODD
                 continue
@@ -395,7 +437,7 @@ def value(b, at):
             if b[at] == 0x2C:
                 at = blank(b, at + 1)
                 if in_object:
-                    end, at = key(b, at)
+                    end, at = _inner_key(b, at)
                     if end < 0:
                         return ODD
                 break

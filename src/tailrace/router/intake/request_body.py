@@ -1,15 +1,16 @@
 """What a request asks for: one pass over its parsed body, which may be of any shape."""
 
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
-import xxhash
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
+from tailrace.router.intake.hashing import fingerprint
 from tailrace.router.intake.routes import OTHER, kind_of
 
 #: Before the role and before the content of a message. A message ends where the next begins, so
@@ -27,9 +28,21 @@ POOLING = frozenset(
     ("embedding", "rerank", "score", "pooling", "classify", "tokenize", "detokenize")
 )
 #: What most bodies do not have.
-_RARE = frozenset((*_SESSION_FIELDS, "priority", "cache_salt"))
+_RARE = frozenset((*_SESSION_FIELDS, "priority", "cache_salt", "previous_response_id"))
 _MAX_PRIORITY = 2**31 - 1
+#: Longer names are kept as a hash, in characters.
+MAX_NAME = 256
+#: Length of the hash that stands for an image or the like; shorter ones stand for themselves.
+MEDIA_CHARS = 16
 _new = object.__new__
+
+
+def comparable(name: str) -> str:
+    """Return a client's name for something in at most MAX_NAME characters, for comparison."""
+    if len(name) <= MAX_NAME:
+        return name
+    data = name.encode(errors="surrogatepass")
+    return "blake2:" + hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 class BadRequest(TailraceError):  # noqa: N818
@@ -73,6 +86,8 @@ class RequestBody:
     """Id of the response that it continues; only the server that gave it knows it."""
     data: NDArray[np.uint8] | None = None
     """Instead of ``text`` and for a moment only: its bytes, in which ``answer`` counts then."""
+    ids: int = 0
+    """Token ids that ``data`` holds, four bytes each; 0: it holds text."""
 
     @property
     def generates(self) -> bool:
@@ -124,7 +139,7 @@ def read_headers(request: RequestBody, headers: Mapping[bytes, bytes]) -> None:
     for name in _SESSION_HEADERS:
         value = headers.get(name)
         if value:
-            request.session = value.decode("latin-1")
+            request.session = comparable(value.decode("latin-1"))
             break
     priority = headers.get(b"x-priority")
     if priority is not None and not request.priority:
@@ -159,10 +174,11 @@ def _whole(value: Any, low: int, high: int) -> int | None:
     return None
 
 
-def _read_body(request: RequestBody, data: dict[str, Any]) -> None:
+def read_fields(request: RequestBody, data: dict[str, Any]) -> None:
+    """Read what the fields of a body say, but for the prompt."""
     model = data.get("model")
     if type(model) is str:
-        request.model = model
+        request.model = comparable(model)
     if data.get("stream") is True:
         request.streams = True
     for field in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
@@ -173,7 +189,11 @@ def _read_body(request: RequestBody, data: dict[str, Any]) -> None:
                 break
     if not _RARE.isdisjoint(data):
         _read_rare(request, data)
-    reader = _READERS.get(request.kind)
+
+
+def _read_body(request: RequestBody, data: dict[str, Any]) -> None:
+    read_fields(request, data)
+    reader = READERS.get(request.kind)
     if reader is not None:
         reader(request, data)
 
@@ -185,11 +205,14 @@ def _read_rare(request: RequestBody, data: dict[str, Any]) -> None:
         if type(value) is dict:
             value = value.get("id")
         if type(value) is str and value:
-            request.session = value
+            request.session = comparable(value)
             break
     salt = data.get("cache_salt")
     if type(salt) is str:
-        request.salt = salt
+        request.salt = comparable(salt)
+    previous = data.get("previous_response_id")
+    if request.kind == "response" and type(previous) is str and previous:
+        request.previous = comparable(previous)
 
 
 def _read_chat(request: RequestBody, messages: Any, tools: Any) -> None:
@@ -198,7 +221,7 @@ def _read_chat(request: RequestBody, messages: Any, tools: Any) -> None:
     parts: list[str] = []
     length = 0
     if tools:
-        parts.append(orjson.dumps(tools).decode())
+        parts.append(_json(tools).decode())
         length = len(parts[0])
     for message in messages:
         if type(message) is not dict:
@@ -209,7 +232,7 @@ def _read_chat(request: RequestBody, messages: Any, tools: Any) -> None:
         if "tool_calls" in message:
             calls = message["tool_calls"]
             if calls:
-                text += orjson.dumps(calls).decode()
+                text += _json(calls).decode()
         part = f"{ROLE}{role if type(role) is str else ''}{CONTENT}{text}"
         parts.append(part)
         if role == "assistant":
@@ -234,8 +257,23 @@ def _content_text(request: RequestBody, content: Any) -> str:
                 texts.append(text)
             else:
                 request.has_media = True
-                texts.append(xxhash.xxh3_64_hexdigest(orjson.dumps(part)))
+                texts.append(_media(part))
     return "".join(texts)
+
+
+def _media(part: dict[str, Any]) -> str:
+    """Return what stands for an image or the like in a text."""
+    data = _json(part)
+    if len(data) <= MEDIA_CHARS:
+        return data.decode()
+    return f"{int(fingerprint(np.frombuffer(data, np.uint8), 0, len(data))):0{MEDIA_CHARS}x}"
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return orjson.dumps(value)
+    except orjson.JSONEncodeError:
+        raise BadRequest("the body is nested too deeply") from None
 
 
 def _read_prompts(request: RequestBody, given: Any) -> None:
@@ -267,9 +305,6 @@ def _read_chat_body(request: RequestBody, data: dict[str, Any]) -> None:
 
 def _read_response(request: RequestBody, data: dict[str, Any]) -> None:
     """Read OpenAI's /v1/responses: instructions, then text or a list of messages and items."""
-    previous = data.get("previous_response_id")
-    if type(previous) is str and previous:
-        request.previous = previous
     given = data.get("input")
     messages = [{"role": "user", "content": given}] if type(given) is str else given
     _read_chat(request, _after(data.get("instructions"), messages), data.get("tools"))
@@ -322,7 +357,7 @@ def _read_pairs(request: RequestBody, *given: Any) -> None:
 
 #: How bodies are read, by kind. Of others only model, priority and the like: to tokenize a text
 #: costs a server no time of its GPU, so the text counts for nothing.
-_READERS: Mapping[str, Callable[[RequestBody, dict[str, Any]], None]] = {
+READERS: Mapping[str, Callable[[RequestBody, dict[str, Any]], None]] = {
     "chat": _read_chat_body,
     "completion": _read_completion,
     "response": _read_response,

@@ -92,10 +92,16 @@ class TokenCounter:
 
     def count(self, request: RequestBody, size: int) -> tuple[int, str]:
         """Return the prompt's tokens, at least 1, and how they are known; ``size`` in bytes."""
-        if request.token_ids is not None:
+        if request.ids:
+            found, how = request.ids, IDS
+        elif request.token_ids is not None:
             found, how = len(request.token_ids), IDS
         elif self._tokenizer is not None and request.text:
-            found, how = self._local(request.text), LOCAL
+            found, how = self._local(request.text, len(request.text)), LOCAL
+        elif self._tokenizer is not None and request.data is not None and not request.has_media:
+            data = request.data[:LOCAL_BYTES].tobytes()
+            text = data.decode(errors="ignore")
+            found, how = self._local(text, size * len(text) // len(data)), LOCAL
         else:
             seen = self._models.get(request.model) or self._all
             found, how = (
@@ -129,11 +135,12 @@ class TokenCounter:
         both.prompts += 1
         self.units_per_token = both.size / both.tokens / UNIT_BYTES
 
-    def _local(self, text: str) -> int:
+    def _local(self, text: str, size: int) -> int:
+        """Count the tokens of the beginning of a text of ``size`` characters or bytes."""
         part = text[:LOCAL_BYTES]
         found = len(self._tokenizer.encode(part).ids)  # type: ignore[union-attr]
-        if len(part) < len(text):
-            found = round(found * len(text) / len(part))
+        if len(part) < size:
+            found = round(found * size / len(part))
         return max(1, found)
 
 
@@ -173,7 +180,10 @@ def tokenize_body(kind: str, body: bytes) -> bytes | None:
         question["prompt"] = data["input"]
     else:
         return None
-    return orjson.dumps(question)
+    try:
+        return orjson.dumps(question)
+    except orjson.JSONEncodeError:  # nested too deeply
+        return None
 
 
 def _load(path: Path) -> Any:

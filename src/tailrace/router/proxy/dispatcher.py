@@ -3,7 +3,7 @@
 import os
 
 from tailrace.net.heads import is_request_id
-from tailrace.net.server import HttpRequest
+from tailrace.net.server import HttpRequest, Work
 from tailrace.router.access import refusals
 from tailrace.router.access.accounts import TOO_MANY_TOKENS
 from tailrace.router.access.keyring import Client
@@ -19,6 +19,7 @@ from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Backends
 from tailrace.router.proxy.catalogue import ModelCatalogue
 from tailrace.router.proxy.exchange import OVER, Exchange, ExchangeContext
+from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES, LargeBodies
 from tailrace.router.proxy.tokenize_probe import TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.arrival import Arrival
@@ -48,8 +49,8 @@ class RequestDispatcher:
         )
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
-        # A local tokenizer needs the text as such.
-        self._read = read_body if backends.cluster.counter.reads_text else BodyReader().read
+        self._reader = BodyReader()
+        self.large_bodies = LargeBodies()
 
     @property
     def active(self) -> set[Exchange]:
@@ -61,13 +62,49 @@ class RequestDispatcher:
         """Requests that wait for room."""
         return self.context.queue
 
-    def start(self, request: HttpRequest, kind: str, client: Client | None) -> Exchange | None:
+    def start(self, request: HttpRequest, kind: str, client: Client | None) -> Work | None:
         """Begin with a request of a kind; None: it has its response already.
 
         ``client``: whose key it shows, if keys are needed; a place of its account is taken.
         """
+        body: RequestBody | BadRequest | None = None
+        if kind != OTHER or client is not None:
+            try:
+                body = self._read(request, kind)
+            except BadRequest as error:
+                body = error
+            if body is None:
+                return self.large_bodies.read(
+                    request,
+                    kind,
+                    lambda found: self._begin(request, kind, client, found),
+                    client.account.end if client is not None else _nothing,
+                )
+        return self._begin(request, kind, client, body)
+
+    def _read(self, request: HttpRequest, kind: str) -> RequestBody | None:
+        """Read a body; None: that would hold up other clients. May raise BadRequest."""
+        headers, data = request.head.lower, request.body
+        if len(data) > PARSED_BYTES and (kind != OTHER or data[:1] == b"{"):
+            is_short = len(data) <= INLINE_BYTES
+            return self._reader.read_ordinary(kind, headers, data) if is_short else None
+        # A local tokenizer needs the text as such.
+        if self.context.backends.cluster.counter.reads_text:
+            return read_body(kind, headers, data)
+        return self._reader.read(kind, headers, data)
+
+    def _begin(
+        self,
+        request: HttpRequest,
+        kind: str,
+        client: Client | None,
+        body: RequestBody | BadRequest | None,
+    ) -> Exchange | None:
+        """Begin with a request whose body has been read, cannot be read, or is not (None)."""
         try:
-            exchange = self._exchange(request, kind, client)
+            if isinstance(body, BadRequest):
+                raise RefusedRequest(400, str(body))
+            exchange = self._exchange(request, kind, client, body)
         except RefusedRequest as refused:
             if client is not None:
                 client.account.end()
@@ -81,22 +118,18 @@ class RequestDispatcher:
         exchange.start()
         return exchange if exchange.stage != OVER else None
 
-    def _exchange(self, request: HttpRequest, kind: str, client: Client | None) -> Exchange:
-        context, head = self.context, request.head
+    def _exchange(
+        self, request: HttpRequest, kind: str, client: Client | None, body: RequestBody | None
+    ) -> Exchange:
+        context = self.context
         arrival, reserved, model = None, 0.0, ""
-        if kind != OTHER:
-            try:
-                body = self._read(kind, head.lower, request.body)
-            except BadRequest as error:
-                raise RefusedRequest(400, str(error)) from None
-            if client is not None:
-                self._check(client, body, request.body)
+        if body is not None and client is not None:
+            self._check(client, body, request.body)
+        if body is not None and kind != OTHER:
             model = self._find_model(request, body, client)
             arrival = context.backends.cluster.arrive(body, keep=True)
             if client is not None and client.account.limits_tokens:
                 reserved = self._reserve(client, arrival)
-        elif client is not None:
-            self._check(client, read_body(kind, head.lower, request.body), request.body)
         context.retry_budget.request()
         request_id = self._request_id(request)
         return Exchange(context, request, request_id, kind, arrival, client, reserved, model)
@@ -165,6 +198,11 @@ class RequestDispatcher:
         self._id_count += 1
         return b"%b-%x" % (self._id_prefix, self._id_count)
 
+    def close(self) -> None:
+        """End background work."""
+        self.large_bodies.close()
+        self.context.tokenize_probe.close()
+
     def sweep(self, now: float) -> None:
         """Enforce time limits at ``now`` (s); called a few times per second."""
         context = self.context
@@ -183,6 +221,10 @@ class RequestDispatcher:
         context.queue.settings = settings.admission
         context.retry_budget.settings = settings.retry
         context.tokenize_probe.settings = settings.tokens
+
+
+def _nothing() -> None:
+    """There is no account."""
 
 
 def _check_model(client: Client, body: RequestBody, data: bytes) -> None:

@@ -326,7 +326,7 @@ class ClusterState:
         arrival.predicted_output = self.prior_output_tokens
         array, text, data = asked.data, asked.text, b""
         if array is not None:
-            arrival.size = size = array.size
+            arrival.size = size = 0 if asked.ids else array.size
         else:
             data = text.encode(errors="surrogatepass") if text else b""
             arrival.size = size = len(data)

@@ -117,7 +117,12 @@ def part_of(settings: ServeSettings, number: int, count: int) -> ServeSettings:
     return settings.model_copy(
         update={
             "share_port": True,
-            "limits": limits.model_copy(update={"connections": part(limits.connections)}),
+            "limits": limits.model_copy(
+                update={
+                    "connections": part(limits.connections),
+                    "bodies_bytes": part(limits.bodies_bytes),
+                }
+            ),
             "admission": admission.model_copy(update={"queue": part(admission.queue, 0)}),
         }
     )

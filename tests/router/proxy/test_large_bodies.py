@@ -1,0 +1,143 @@
+"""Large bodies, and bodies of odd shapes: read beside the requests of others, or refused."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import orjson
+import pytest
+
+from router.conftest import World, post, run, world
+from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+CHAT = "/v1/chat/completions"
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.001)
+
+
+def hold_readers(w: World) -> threading.Event:
+    """Keep the thread that reads large bodies busy until the event is set."""
+    go = threading.Event()
+    w.router.dispatcher.large_bodies.threads.submit(go.wait, 10)
+    return go
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [7] * 100_000}),
+        ("/v1/completions", {"prompt": [[7] * 50_000, [8] * 50_000]}),
+        ("/v1/completions", {"prompt": "text " * 50_000}),
+        ("/v1/embeddings", {"input": ["text"] * 30_000}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"text": "a"}]}], "x": [[]] * 50_000}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 5000, "user": "u"}),
+        (CHAT, {"messages": [{"role": "user", "content": "a"}], "tools": [{"a": 1}] * 20_000}),
+        (CHAT, {"messages": [[]] * 50_000}),
+    ],
+)
+def test_large_bodies_do_not_hold_up_others(path: str, body: dict[str, object]) -> None:
+    data = orjson.dumps(body | {"model": "m"})
+
+    async def test() -> None:
+        async with world(1) as w:
+            go = hold_readers(w)
+            large = await w.client()
+            large.send(post(path, data))
+            await until(lambda: w.router.held.used >= len(data))
+            # Both kinds of small bodies are read while the large one waits.
+            assert (await w.ask(post())).status == 200
+            assert (await w.ask(post(CHAT, b'{"messages":[],"tools":[{"a":1}]}'))).status == 200
+            assert (await w.ask(GET)).status == 200
+            assert len(w.backends[0].seen) == 2
+            go.set()
+            assert (await large.answer()).status == 200
+            assert w.backends[0].seen[2].body == data
+            await until(lambda: w.router.held.used == 0)
+            w.assert_quiet()
+
+    run(test())
+
+
+@pytest.mark.parametrize("size", [PARSED_BYTES + 1, INLINE_BYTES - 1000])
+def test_ordinary_bodies_are_read_at_once(size: int) -> None:
+    async def test() -> None:
+        async with world(1) as w:
+            go = hold_readers(w)
+            body = orjson.dumps({"messages": [{"role": "user", "content": "x" * size}]})
+            assert (await w.ask(post(CHAT, body))).status == 200
+            go.set()
+
+    run(test())
+
+
+def test_a_client_that_goes_while_its_body_is_read() -> None:
+    async def test() -> None:
+        async with world(1) as w:
+            go = hold_readers(w)
+            client = await w.client()
+            client.send(post(body=orjson.dumps({"prompt": [7] * 100_000})))
+            await until(lambda: w.router.held.used > 0)
+            client.abort()
+            await asyncio.sleep(0.3)
+            w.clock.ahead_s += 2
+            await until(lambda: not w.router.clients)
+            assert w.router.held.used == 0
+            go.set()
+            assert (await w.ask(post(body=orjson.dumps({"prompt": [8] * 100_000})))).status == 200
+            assert len(w.backends[0].seen) == 1
+            w.assert_quiet()
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":"%b' % (b"x" * 300_000),
+        b'{"prompt":"a","prompt":"%b"}' % (b"x" * 300_000),
+        b'{"prompt":' + b"[" * 150_000 + b"]" * 150_000 + b"}",
+        b"\0" * 300_000,
+    ],
+)
+def test_large_bodies_that_cannot_be_read_are_refused(body: bytes) -> None:
+    async def test() -> None:
+        async with world(1) as w:
+            client = await w.client()
+            client.send(post(body=body) + GET)
+            assert (await client.answer()).status == 400
+            assert (await client.answer()).status == 200
+            assert not w.backends[0].seen
+            w.assert_quiet()
+
+    run(test())
+
+
+@pytest.mark.parametrize("depth", [50, 250, 300, 900])
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda value: {"tools": [value], "messages": [{"role": "user", "content": "x"}]},
+        lambda value: {"messages": [{"role": "user", "content": [value]}]},
+        lambda value: {"messages": [{"role": "assistant", "tool_calls": [value]}]},
+        lambda value: {"messages": [{"role": "user", "content": "x"}], "metadata": value},
+    ],
+)
+def test_deep_bodies_give_no_traceback(
+    place: Callable[[str], dict[str, object]], depth: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = "".join(['{"a":'] * depth + ["1"] + ["}"] * depth)
+    body = orjson.dumps(place("?")).replace(b'"?"', inner.encode())
+
+    async def test() -> None:
+        async with world(1) as w:
+            answer = await w.ask(post(CHAT, body))
+            assert answer.status in (200, 400)
+            assert depth > 200 or answer.status == 200
+            w.assert_quiet()
+
+    run(test())
+    assert not [r for r in caplog.records if r.exc_info]

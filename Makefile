@@ -102,8 +102,8 @@ test-browser: $(STAMP) ## the report and the status page in headless Chromium: d
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
 	$(PYTEST) -m browser tests/report tests/router
 
-test-soak: $(STAMP) ## minutes of load and faults: a replica killed ten times, ten thousand malformed requests
-	$(PYTEST) -m soak tests/router
+test-soak: $(STAMP) ## faults and abuse of the router beside innocent clients, as a table; a quarter of an hour (SOAK="--size 0.1")
+	PYTHONPATH=tests $(BIN)/python -m router.abuse.soak $(SOAK)
 
 coverage: $(STAMP) ## coverage of the whole suite: once compiled, once interpreted
 	$(PYTEST) -n $(WORKERS) --cov --cov-report=

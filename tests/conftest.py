@@ -14,7 +14,6 @@ OPT_IN = {
     "vidur": "needs the vidur package: make test-vidur",
     "ray": "needs Ray in a network namespace of its own: make test-ray",
     "loop": "takes minutes of load: make test-loop",
-    "soak": "takes minutes of load: make test-soak",
 }
 
 

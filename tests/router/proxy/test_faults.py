@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from router.abuse.malformed import malformed
 from router.conftest import run
 from router.processes import (
     HOST,
@@ -126,17 +127,6 @@ def test_a_replica_is_killed_under_load_and_returns(tmp_path: Path) -> None:
         made.stop()
 
 
-@pytest.mark.soak
-def test_a_replica_is_killed_ten_times_under_heavy_load(tmp_path: Path) -> None:
-    made = _own_processes(tmp_path)
-    try:
-        made.start_router(**{**QUICK, "routing__policy": "tailrace"}, retry__burst=1000)
-        for turn in range(10):
-            _kill_and_return(made, streams=90, wholes=90, tokens=600, turn=turn)
-    finally:
-        made.stop()
-
-
 # ---- replicas that misbehave --------------------------------------------------------------------
 
 
@@ -227,51 +217,12 @@ def _under_way(made: Cluster) -> int:
     return sum(r["waiting"] + r["running"] for r in fetch(made.faults, "/replicas"))
 
 
-def _malformed(rng: random.Random) -> bytes:
-    """A request that is broken in one of many ways."""
-    good = completion(2)
-    head, _, body = good.partition(b"\r\n\r\n")
-    kind = rng.randrange(12)
-    if kind == 0:
-        return rng.randbytes(rng.randrange(1, 400))
-    if kind == 1:
-        data = bytearray(good)
-        for _ in range(rng.randrange(1, 9)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        return bytes(data)
-    if kind == 2:
-        return good[: rng.randrange(1, len(good))]  # and then the client closes
-    if kind == 3:
-        return head + b"\r\ntransfer-encoding: chunked\r\n\r\n" + body
-    if kind == 4:
-        return head.replace(b"content-length: ", b"content-length: -") + b"\r\n\r\n" + body
-    if kind == 5:
-        return head.replace(b"content-length: ", b"content-length: 9") + b"\r\n\r\n" + body
-    if kind == 6:
-        return head + b"\r\nx: " + b"a" * 40_000 + b"\r\n\r\n" + body
-    if kind == 7:
-        broken = rng.choice([b"{", b"[]", b"nul", b'{"prompt":', b"\xff\xfe", b'"a"', b"{" * 500])
-        return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (
-            len(broken),
-            broken,
-        )
-    if kind == 8:
-        return good.replace(b"HTTP/1.1", rng.choice([b"HTTP/9.9", b"HTTP/0.9", b"HTTPS", b""]))
-    if kind == 9:
-        return b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + (
-            rng.choice([b"zz\r\n", b"5\r\nabc\r\n0\r\n\r\n", b"fffffffff\r\n", b"-1\r\n"])
-        )
-    if kind == 10:
-        return b"GET / HTTP/1.1\r\n" + b"a: b\n" * rng.randrange(5) + b"\r\n\r\n"
-    return good.replace(b"max_tokens", b"max_tok\xffens")
-
-
 def _send_malformed(made: Cluster, count: int, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(count):
         with socket.create_connection((HOST, made.listen), timeout=30) as connection:
             try:
-                connection.sendall(_malformed(rng))
+                connection.sendall(malformed(rng))
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65_536):
                     pass
@@ -293,8 +244,3 @@ def _survives(made: Cluster, count: int) -> None:
 
 def test_malformed_requests(healthy: Cluster) -> None:
     _survives(healthy, 400)
-
-
-@pytest.mark.soak
-def test_ten_thousand_malformed_requests(healthy: Cluster) -> None:
-    _survives(healthy, 10_000)

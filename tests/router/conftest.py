@@ -14,7 +14,7 @@ from tailrace.router.app import Router
 from tailrace.router.serve_settings import ServeSettings
 
 T = TypeVar("T")
-LIMIT_S = 15.0
+LIMIT_S = 120.0
 
 
 def run(
@@ -292,13 +292,19 @@ class Client:
 
 
 class Clock:
-    """A clock that goes as real time does, and can be put forward."""
+    """A clock that goes as real time does, can be put forward, and can be stopped."""
 
     def __init__(self) -> None:
         self.ahead_s = 0.0
+        self._stopped_at: float | None = None
 
     def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
+        at = time.monotonic() if self._stopped_at is None else self._stopped_at
+        return at + self.ahead_s
+
+    def stop(self) -> None:
+        """Stand still but for ``ahead_s``, so that figures do not depend on the machine."""
+        self._stopped_at = time.monotonic()
 
 
 def settings_for(backends: list[Backend], /, **over: Any) -> ServeSettings:

@@ -243,12 +243,13 @@ def test_no_priority_is_hidden_from_the_router(field: bytes) -> None:
 def test_requests_per_second_and_retry_after() -> None:
     async def test() -> None:
         async with world(1, clients=[client("a", requests_per_s=0.1), client("b")]) as w:
+            w.clock.stop()
             assert (await w.ask(keyed("secret-a"))).status == 200
             answer = await w.ask(keyed("secret-a"))
             assert answer.status == 429
             assert error_of(answer)["type"] == "rate_limit_error"
             after_s = int(answer.headers["retry-after"])
-            assert 1 <= after_s <= 10
+            assert after_s == 10
             models = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nX-Api-Key: secret-a\r\n\r\n"
             assert (await w.ask(models)).status == 429
             assert (await w.ask(keyed("secret-b"))).status == 200
@@ -311,6 +312,7 @@ def test_tokens_per_minute(streams: bool, reports: bool) -> None:
 
     async def test() -> None:
         async with world(1, clients=[client("a", tokens_per_minute=1000)]) as w:
+            w.clock.stop()
             backend = w.backends[0]
             body = {"prompt": "x" * 400, "max_tokens": 300, "stream": streams}
             request = keyed("secret-a", body=orjson.dumps(body), path="/v1/completions")
@@ -328,7 +330,7 @@ def test_tokens_per_minute(streams: bool, reports: bool) -> None:
             assert statuses == ([200] * 4 + [429] * 2 if known else [200] * 2 + [429] * 4)
             answer = await w.ask(request)
             after_s = int(answer.headers["retry-after"])
-            assert after_s == pytest.approx(60 * (400 - 200) / 1000, abs=1)
+            assert after_s == 60 * (400 - 200) / 1000
             later(w, after_s)
             assert (await w.ask(request)).status == 200
             quiet(w)
@@ -371,7 +373,7 @@ def test_tokens_of_abandoned_requests_count() -> None:
             await w.backends[0].lost.wait()
             answer = await w.ask(request)
             assert answer.status == 429
-            assert int(answer.headers["retry-after"]) == pytest.approx(12, abs=1)
+            assert 1 <= int(answer.headers["retry-after"]) <= 12
             quiet(w)
 
     run(test())

@@ -54,4 +54,8 @@ def test_a_budget_tells_once_that_much_was_freed() -> None:
     assert budget.freed(500)
     assert not budget.freed(500)
     budget.hold(holder, 0, 10**6)
+    assert budget.freed(500)
+    assert not budget.freed(500)
+    budget.hold(holder, 50, 10**6)
+    budget.hold(holder, 0, 10**6)
     assert not budget.freed(500)

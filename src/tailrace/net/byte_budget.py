@@ -42,11 +42,15 @@ class ByteBudget:
         return self.used <= limit or self._make_room(holder, limit)
 
     def freed(self, least: int) -> bool:
-        """Whether at least so many bytes fewer are held than at some time since the last look."""
-        if self.most - self.used < least:
+        """Whether at least so many bytes fewer are held than at some time since the last look.
+
+        When none is held any more, an eighth of that is enough.
+        """
+        freed = self.most - self.used
+        if freed < (least if self.used else least / 8):
             return False
         self.most = self.used
-        return True
+        return freed > 0
 
     def _make_room(self, holder: Holder, limit: int) -> bool:
         while self.used > limit:

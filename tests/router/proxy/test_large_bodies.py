@@ -141,3 +141,39 @@ def test_deep_bodies_give_no_traceback(
 
     run(test())
     assert not [r for r in caplog.records if r.exc_info]
+
+
+def key_a(body: bytes) -> bytes:
+    return post("/v1/completions", body, "Authorization: Bearer secret-a")
+
+
+def test_the_place_of_a_client_is_freed_however_the_reading_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KEY_A", "secret-a")
+    large = orjson.dumps({"model": "m", "prompt": [7] * 100_000})
+    clients = [{"name": "a", "key_env": "KEY_A", "concurrent": 1, "models": ["m"]}]
+
+    async def test() -> None:
+        async with world(1, clients=clients) as w:
+            go = hold_readers(w)
+            gone = await w.client()
+            gone.send(key_a(large))
+            await until(lambda: w.router.held.used >= len(large))
+            assert (await w.ask(key_a(large))).status == 429  # one at once, also while it is read
+            gone.abort()
+            w.clock.ahead_s += 2
+            await until(lambda: w.router.keyring.clients[0].account.active == 0)
+            go.set()
+            for body, status in (
+                (large, 200),
+                (large[:-1], 400),
+                (large.replace(b'"m"', b'"n"'), 403),
+                (large.replace(b'{"model"', b'{"model":"m","model"'), 400),
+            ):
+                assert (await w.ask(key_a(body))).status == status
+            assert len(w.backends[0].seen) == 1
+            w.assert_quiet()
+            assert w.router.keyring.clients[0].account.active == 0
+
+    run(test())

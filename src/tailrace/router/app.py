@@ -47,6 +47,8 @@ from tailrace.router.state.worker_room import WorkerRoom
 
 #: How often time limits are checked, in s.
 SWEEP_S = 0.1
+#: Time between the end of many bodies and the return of their memory to the system, s.
+RETURN_MEMORY_S = 1.0
 #: Pause before a worker that could not take over a change tries again, in s.
 CATCH_UP_S = 5.0
 #: How often a stopping router checks whether all clients have gone, in s.
@@ -123,6 +125,7 @@ class Router:
         self.limits = settings.limits
         self.heads = RequestHeadCache()
         self.held = ByteBudget()
+        self._return_memory_at = math.inf
         self.now = self.admin.now = self.dispatcher.context.now = clock()
         self.clients: set[ClientConnection] = set()
         self._load = load
@@ -567,6 +570,10 @@ class Router:
         for backend in self.backends.all:
             backend.pool.sweep(now)
         if self.held.freed(process.FREED_BYTES):
+            # What belongs to the bodies, such as buffers of sockets, is free a little later.
+            self._return_memory_at = min(self._return_memory_at, now + RETURN_MEMORY_S)
+        elif now >= self._return_memory_at:
+            self._return_memory_at = math.inf
             process.return_memory()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

@@ -1,6 +1,7 @@
 """Large bodies, and bodies of odd shapes: read beside the requests of others, or refused."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import orjson
 import pytest
 
 from router.conftest import World, post, run, world
+from tailrace.router.intake.request_body import BadRequest
 from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -141,6 +143,31 @@ def test_deep_bodies_give_no_traceback(
 
     run(test())
     assert not [r for r in caplog.records if r.exc_info]
+
+
+@pytest.mark.parametrize("size", [1000, 300_000])
+def test_a_refused_body_is_freed_at_once(size: int) -> None:
+    """Not when the garbage collector comes by: that may be hundreds of megabytes later."""
+    body = bytes(size)
+
+    async def test() -> None:
+        async with world(1) as w:
+            gc.collect()
+            gc.disable()
+            try:
+                before = _errors()
+                for _ in range(3):
+                    assert (await w.ask(post(CHAT, body))).status == 400
+                assert _errors() <= before
+            finally:
+                gc.enable()
+
+    run(test())
+
+
+def _errors() -> int:
+    """Errors about bodies that are still there; their tracebacks hold the bodies."""
+    return sum(isinstance(o, BadRequest) for o in gc.get_objects())
 
 
 def key_a(body: bytes) -> bytes:

@@ -72,7 +72,7 @@ class RequestDispatcher:
             try:
                 body = self._read(request, kind)
             except BadRequest as error:
-                body = error
+                body = BadRequest(str(error))  # without the frames, which hold the body in a cycle
             if body is None:
                 return self.large_bodies.read(
                     request,

@@ -67,7 +67,7 @@ class BodyReading:
         try:
             return read_large(self._kind, request.head.lower, request.body)
         except BadRequest as error:
-            return error
+            return BadRequest(str(error))  # without the frames, which hold the body in a cycle
 
     def _done(self, future: "asyncio.Future[RequestBody | BadRequest]") -> None:
         if future.cancelled():

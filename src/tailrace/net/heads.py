@@ -6,6 +6,7 @@ head alone, and the bytes after it are framed there.
 
 import re
 from collections.abc import Iterable
+from typing import Any
 
 import httptools
 
@@ -60,7 +61,7 @@ class RequestHead:
     """Head of a request, as the client sent it."""
 
     __slots__ = ("_passed", "chunked", "expects_continue", "headers", "http10", "keep_alive",
-                 "length", "lower", "method", "path", "sized", "target")  # fmt: skip
+                 "length", "lower", "memo", "method", "path", "sized", "target")  # fmt: skip
 
     def __init__(self) -> None:
         self.method = b""
@@ -79,6 +80,8 @@ class RequestHead:
         """Target without its query."""
         self.sized = False
         """Whether the client declared a body, by a length or as chunked."""
+        self.memo: Any = None
+        """What the service has found out about the head, which many requests share."""
         self._passed: dict[bool, bytes] = {}
 
     def passed(self, *, keys: bool) -> bytes:

@@ -168,7 +168,8 @@ class ClientConnection(asyncio.Protocol):
             self._hold(0)
             transport.close()
             return
-        self._hold(0)
+        if self.held or self._body_held:
+            self._hold(0)
         self._deadline = self._service.now + self._service.limits.idle_s
         if self._reading:
             return

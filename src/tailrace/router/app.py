@@ -224,7 +224,13 @@ class Router:
         self._route_and_client(head)
 
     def _route_and_client(self, head: RequestHead) -> tuple[Route, Client | None]:
-        """Return what a request asks for and who asks; the client is None if no key is needed."""
+        """Return what a request asks for and who asks; the client is None if no key is needed.
+
+        It holds for all requests with this head until the next reload, which makes a new keyring.
+        """
+        memo = head.memo
+        if memo is not None and memo[0] is self.keyring:
+            return memo[1], memo[2]
         route, client = self.routes.find(head.path), None
         if not self.keyring.is_open and (route is None or route.needs_key):
             client = self.keyring.find(head)
@@ -234,6 +240,7 @@ class Router:
             raise refusals.no_path(head.method.decode(), head.path.decode("latin-1"))
         if head.method not in route.methods:
             raise refusals.no_method(route.path, route.methods)
+        head.memo = self.keyring, route, client
         return route, client
 
     def handle(self, request: HttpRequest) -> Work | None:

@@ -37,8 +37,7 @@ def test_limits_hold_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with cluster(tmp_path) as made:
         made.start_emulator(2)
         made.start_router(processes=3, clients=CLIENTS)
-        used = {w["worker"] for w in made.status()["workers"]}
-        assert len(used) == 3
+        until("all workers", lambda: len(made.status()["workers"]) == 3)
 
         assert set(statuses(made, completion(2), 20)) == {401}
         slow = keyed(completion(300), "secret-P")

@@ -12,7 +12,6 @@ of now is refused.
 # mypy: disallow-untyped-defs=False
 
 import mmap
-import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -188,7 +187,7 @@ class ClientAccounts:
 class Account:
     """One client's counts and limits, as one worker sees them."""
 
-    __slots__ = ("_cells", "_limits", "_row", "_shared", "_width", "_worker")
+    __slots__ = ("_cells", "_limits", "_row", "_shared", "_width", "_worker", "limits_tokens")
 
     def __init__(
         self, shared: ClientAccounts, row: int, worker: int, limits: NDArray[np.float64]
@@ -197,16 +196,18 @@ class Account:
         self._cells, self._width = shared.cells, shared.width
         self._row, self._worker = row, worker
         self._limits = limits
+        self.limits_tokens = bool(limits[TOKEN_NS] > 0)
+        """Whether tokens are limited."""
 
     def begin(self, now_ns: int) -> tuple[int, float]:
         """Count a request; return why it is refused (ADMITTED: it is not) and how long, in s."""
         why, wait = begin(self._cells, self._width, self._row, self._worker, self._limits, now_ns)
-        return why, wait / _SECOND_NS
+        return why, wait / _SECOND_NS if wait else 0.0
 
     def reserve(self, tokens: float, now_ns: int) -> float:
         """Take tokens; return how long to wait for them instead, in s, 0: they are taken."""
         wait = reserve(self._cells, self._width, self._row, self._limits, tokens, now_ns)
-        return float(wait / _SECOND_NS)
+        return wait / _SECOND_NS if wait else 0.0
 
     def end(self, tokens: float = 0.0) -> None:
         """A request is over that used this many more tokens than it had reserved."""
@@ -216,11 +217,6 @@ class Account:
     def active(self) -> int:
         """Requests in progress, over all workers."""
         return self._shared.active(self._row)
-
-    @property
-    def limits_tokens(self) -> bool:
-        """Whether tokens are limited."""
-        return bool(self._limits[TOKEN_NS] > 0)
 
 
 def limits_of(client: ClientSettings) -> NDArray[np.float64]:
@@ -245,8 +241,3 @@ def owner_of(name: str) -> int:
 def owners(clients: Iterable[ClientSettings]) -> NDArray[np.int64]:
     """Return the hashes of clients' names, int64 [n]."""
     return np.array([owner_of(client.name) for client in clients], np.int64)
-
-
-def now_ns() -> int:
-    """Return the clock of all accounts: the same in every worker."""
-    return time.monotonic_ns()

@@ -49,6 +49,7 @@ class RequestDispatcher:
         )
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
+        self._mean_output = backends.cluster.mean_output  # tokens, as of the last sweep
         self._reader = BodyReader()
         self.large_bodies = LargeBodies()
 
@@ -168,8 +169,7 @@ class RequestDispatcher:
         """Take the tokens of a request from a client's account; return how many."""
         asked, tokens = arrival.asked, float(arrival.prompt_tokens)
         if asked.generates:
-            expected = self.context.backends.cluster.mean_output
-            tokens += expected if asked.max_tokens is None else asked.max_tokens
+            tokens += self._mean_output if asked.max_tokens is None else asked.max_tokens
         wait_s = client.account.reserve(tokens, self.now_ns())
         if wait_s > 0:
             raise refusals.too_much(TOO_MANY_TOKENS, wait_s)
@@ -207,6 +207,7 @@ class RequestDispatcher:
         """Enforce time limits at ``now`` (s); called a few times per second."""
         context = self.context
         context.now = now
+        self._mean_output = context.backends.cluster.mean_output
         for exchange in tuple(context.active):
             exchange.check(now)
         context.queue.sweep(now)

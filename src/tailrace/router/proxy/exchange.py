@@ -111,7 +111,9 @@ class Exchange:
         self._reserved = reserved
         self._model = model
         self._charged = 0.0
-        self._home = self._home_of(arrival) if arrival is not None else None
+        self._home: Backend | None = None
+        if arrival is not None and arrival.asked.previous is not None:
+            self._home = self._home_of(arrival.asked.previous)
         explain = client.explain if client is not None else None
         self._explained = context.explains if explain is None else explain
         self.arrival = arrival
@@ -253,11 +255,9 @@ class Exchange:
                 self.flow, response_id.decode("latin-1"), backend.index
             )
 
-    def _home_of(self, arrival: Arrival) -> Backend | None:
-        """Return the backend that gave the response that this request continues, if known."""
-        previous, backends = arrival.asked.previous, self._context.backends
-        if previous is None:
-            return None
+    def _home_of(self, previous: str) -> Backend | None:
+        """Return the backend that gave a response which this request continues, if known."""
+        backends = self._context.backends
         number = backends.cluster.sessions.replica_of_response(self.flow, previous)
         return backends.all[number] if 0 <= number < len(backends.all) else None
 
@@ -640,10 +640,11 @@ class Exchange:
         self._close_attempt(outcome)
         client = self._client
         if client is not None:
-            used = self._used_tokens(attempt, outcome)
-            client.account.end(used - self._reserved if self._reserved else 0.0)
-            if self._charged:
-                context.queue.correct(client.name, client.weight, used - self._charged)
+            reserved, charged = self._reserved, self._charged
+            used = self._used_tokens(attempt, outcome) if reserved or charged else 0.0
+            client.account.end(used - reserved if reserved else 0.0)
+            if charged:
+                context.queue.correct(client.name, client.weight, used - charged)
         context.events.request_done(attempt, status, outcome, self._kind)
         if outcome == "done" and attempt is not None and attempt.reported_prompt is None:
             self._probe_length(attempt, backend)

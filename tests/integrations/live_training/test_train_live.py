@@ -174,7 +174,8 @@ def test_200_ppo_steps_on_live_requests(tmp_path: Path) -> None:
     assert (last["open"], last["hook_errors"], last["last_error"]) == (0, 0, "")
     status = last["router"]
     assert (status["policy"], status["in_flight"], status["waiting"]) == ("recorder", 0, 0)
-    assert status["decisions"]["total"] == sum(len(result.requests) for result in loads)
+    # Each load also asks /tokenize once.
+    assert status["decisions"]["total"] == sum(len(result.requests) + 1 for result in loads)
     assert "error" not in status["fallbacks"]
     shipped = checkpoint.shipped().tensors
     trained = checkpoint.read(tmp_path / "run" / "last.tailrace")[1]

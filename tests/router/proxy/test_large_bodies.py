@@ -167,7 +167,7 @@ def test_a_refused_body_is_freed_at_once(size: int) -> None:
 
 def _errors() -> int:
     """Errors about bodies that are still there; their tracebacks hold the bodies."""
-    return sum(isinstance(o, BadRequest) for o in gc.get_objects())
+    return sum(type(o) is BadRequest for o in gc.get_objects())
 
 
 def key_a(body: bytes) -> bytes:

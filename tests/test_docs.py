@@ -52,7 +52,7 @@ def test_every_file_that_is_named_exists(page: Path) -> None:
 
 def test_every_promise_of_security_names_tests_that_exist() -> None:
     text = (ROOT / "docs/security.md").read_text()
-    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("## Promises")[2], re.MULTILINE)[1:]
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("## Guarantees")[2], re.MULTILINE)[1:]
     assert len(rows) > 20
     for promise, tests in rows:
         file, named = "", re.findall(r"`([^`]+)`", tests)

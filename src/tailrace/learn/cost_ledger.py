@@ -1,8 +1,8 @@
-"""What the requests of a cluster have cost so far, for worlds that are not our simulator.
+"""Running cost of a cluster's requests in worlds other than our simulator.
 
-The accounts are those of the simulator (sim/cost_accounts.py), kept by whoever hears of requests:
-in real Vidur, in front of live servers. Requests are numbered by that world and there is no end of
-them, so each takes a place that is free again once it is over.
+It keeps the simulator's accounts (sim/cost_accounts.py) from events of real Vidur or of a live
+router. Those worlds number their requests without limit, so each request occupies a slot that is
+reused after it ends.
 """
 
 from typing import Any

@@ -32,7 +32,7 @@ _HIDDEN = _alias("network.hidden", note="LayerNorm and GELU are always there")
 _BALANCE = _alias(
     "reward.balance", note="per second, of the coefficient of variation of requests in flight"
 )
-_BOUND = _instead("reward.bound, a soft bound; there is none unless it is set")
+_BOUND = _instead("reward.bound, a soft bound; off by default")
 _DERIVED = _instead("nothing: sizes follow from the features and the cluster")
 _VALUE = _alias("ppo.value_weight")
 _PER_DECISION = "needs ppo.discount_by = 'decision'; the default is a half-life in seconds"
@@ -54,8 +54,8 @@ OTHER_NAMES: dict[str, OtherName] = {
     ),
     "temperature": _alias("exploration.temperature_start"),
     "pulse_interval": _instead(
-        "exploration.pulse_patience: a pulse starts after so many evaluations without a better "
-        "score, and when the policy falls behind a rule"
+        "exploration.pulse_patience: pulses start after that many evaluations without a better "
+        "score, or when the policy falls behind a rule"
     ),
     "pulse_magnitude": _alias("exploration.pulse_factor"),
     "stagnation_threshold": _alias(

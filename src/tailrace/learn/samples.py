@@ -45,7 +45,7 @@ class Samples:
 
     @classmethod
     def empty(cls, rows: int, replicas: int, world: int, memory: int = 0) -> "Samples":
-        """Room for so many decisions over so many replicas."""
+        """Allocate room for ``rows`` decisions over ``replicas`` replicas."""
         return cls(
             np.zeros((rows, replicas, len(REPLICA_FEATURES)), np.float32),
             np.zeros((rows, len(REQUEST_FEATURES)), np.float32),

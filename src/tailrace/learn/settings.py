@@ -42,42 +42,42 @@ Weight = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 
 
 class DemonstrationSettings(Settings):
-    """Labels from a teacher, and cloning. From the second round on the student drives (DAgger)."""
+    """Labels from a teacher, and cloning. From the second round on the student acts (DAgger)."""
 
     rounds: int = Field(default=3, ge=0, le=10_000)
     """Rounds of collecting labels and fitting to all of them; 0: start from random weights."""
     teachers: dict[str, float] = Field(default={"lookahead": 1.0}, min_length=1)
-    """Policies of the package to learn from, and the share of worlds each one labels; `start` is
-    the policy the run starts from."""
+    """Built-in policies to learn from, and the share of worlds each one labels; `start` is the
+    policy the run starts from."""
     best_teacher: bool = False
-    """Instead of by shares, each world is labelled by the teacher that does best in it."""
+    """Let the teacher that does best in a world label it, instead of dividing worlds by share."""
     files: tuple[str, ...] = ()
-    """Decisions made elsewhere, .npz files as recorded in Vidur (docs/vidur.md): learnt from in the
-    first round, besides the labels of teachers."""
+    """Recorded decisions (.npz files as written in Vidur, docs/vidur.md), used in the first round
+    in addition to the teachers' labels."""
     worlds: int = Field(default=20, ge=0, le=10_000_000)
     """Worlds per round; every scenario equally often. 0: only `files`."""
     decisions: Count = 1500
     """Labels per world."""
     warmup: Count = 500
-    """Most decisions before the first label of a world; at least a tenth of that."""
+    """Maximum decisions before the first label of a world; the minimum is a tenth of it."""
     epsilon: Share = 0.15
-    """Share of random choices while the teacher drives."""
+    """Share of random choices while the teacher acts."""
     student_epsilon: Share = 0.03
-    """Share of random choices while the student drives."""
+    """Share of random choices while the student acts."""
     unbalanced: Share = 0.1
     """Share of worlds in which most requests before the first label went to one replica."""
     off_nominal: Share = 0.2
     """Share of worlds whose load is far from the scenario's."""
     load_factors: tuple[Positive, Positive] = (0.4, 1.3)
-    """Lowest and highest multiple of the load in those."""
+    """Lowest and highest multiple of the load in those worlds."""
     epochs: Count = 6
     """Passes over all labels per round."""
     batch_size: Count = 512
     """Labels per step."""
     learning_rate: LearningRate = 2e-3
-    """At the start of a round; falls to nothing within it."""
+    """Learning rate at the start of a round; it falls to 0 within the round."""
     temperature_s: Positive = 0.05
-    """Choices that cost so much more, s, are wanted e times less."""
+    """Softmax temperature of the imitation target, in seconds of cost."""
 
     @model_validator(mode="after")
     def _teachers_known(self) -> Self:
@@ -108,7 +108,7 @@ class DemonstrationSettings(Settings):
 
 
 class BranchingSettings(LearningSettings):
-    """Several choices tried in copies of a cluster, all else equal (advantage = branching)."""
+    """Several choices tried in identical copies of a cluster (advantage = branching)."""
 
     SECTION: ClassVar = "branching"
     RENAMED: ClassVar = {
@@ -125,29 +125,29 @@ class BranchingSettings(LearningSettings):
     states: Count = 60
     """Decisions per world at which choices are tried; fewer, in proportion, beyond 4 replicas."""
     gap: int = Field(default=32, ge=1, le=10_000)
-    """Mean number of decisions between two of them."""
+    """Mean number of decisions between two such decisions."""
     warmup: Count = 400
-    """Most decisions before the first of them; at least a tenth of that."""
+    """Maximum decisions before the first one; the minimum is a tenth of it."""
     candidates: int = Field(default=3, ge=2, le=64)
-    """Choices tried: those the policy likes best."""
+    """Number of choices tried: those the policy prefers."""
     horizon: Positive = 1.0
-    """How long each copy goes on, as a multiple of the P90 time a request stays; then it runs out
-    without further arrivals."""
+    """How long each copy continues with arrivals, as a multiple of the P90 end-to-end time; then it
+    finishes its requests without further arrivals."""
     min_horizon_s: Positive = 1.0
-    """Shortest horizon, s: what a cache is good for shows late."""
+    """Minimum horizon, s; the benefit of cached prefixes shows late."""
     max_horizon_s: Positive = 30.0
-    """Longest horizon, s."""
+    """Maximum horizon, s."""
     logit_margin: float = Field(default=2.0, ge=0)
-    """How much the policy must prefer another replica, as a difference of logits, before a branch
-    departs from the choices of the first; keeps chance out of the comparison."""
+    """Minimum difference of logits at which a later choice in a branch may differ from that of the
+    first branch; reduces noise in the comparison."""
     late_share: Positive = 1.0
-    """Share of the target for the first token from which on lateness is charged. Below 1 it also
-    counts how far first tokens stay under the target, and so cares for the tail."""
+    """Share of the TTFT target beyond which lateness is charged. Values below 1 also reward staying
+    well under the target, and so shorten the tail."""
     tail_weight: Weight = 0.0
-    """Weight of the squared time to first token over its target, on top of the composite cost:
-    whoever waits long counts for more. Also when checkpoints and teachers are compared."""
+    """Weight of the squared time to first token over its target, added to the latency cost: long
+    waits count for more. Also used to compare checkpoints and teachers."""
     replay_updates: Count = 6
-    """Updates whose samples are learnt from."""
+    """Updates whose samples are kept and learnt from."""
     epochs: Count = 20
     """Passes over the samples per update."""
     minibatch: Count = 256
@@ -159,32 +159,32 @@ class BranchingSettings(LearningSettings):
     final_learning_rate: LearningRate = 1e-3
     """Learning rate of the last update, unless the schedule is constant."""
     max_grad_norm: Positive = 1.0
-    """Largest norm of a gradient."""
+    """Maximum gradient norm."""
     imitation_updates: Count = 10
-    """Updates over which the imitation loss fades to nothing."""
+    """Updates over which the imitation loss fades to 0."""
     imitation_batch_size: Count | None = None
     """Demonstrations per gradient step; none: as many as `minibatch`."""
 
 
 class Stage(Settings):
-    """A stage of the curriculum; what is not given is as without one."""
+    """A stage of the curriculum; omitted settings are as without a curriculum."""
 
     name: str
     """Name in the log."""
     updates: int | None = Field(default=None, ge=1)
-    """Updates it lasts; the last stage has no end."""
+    """Length in updates; the last stage does not end."""
     until_score: Positive | None = None
-    """It ends sooner, once an evaluation gives this score against the best rule, or better."""
+    """End the stage early when an evaluation reaches this score relative to the best rule."""
     load: Positive = 1.0
     """Multiple of the scenarios' loads."""
     scenarios: tuple[str, ...] = ()
-    """Scenarios to play, of those of the run; none: all."""
+    """Scenarios of the run to play; none: all."""
     late_weight: Weight | None = None
-    """Cost of a second past the target for the first token (PPO): how strict the reward is."""
+    """Cost of a second past the TTFT target (PPO)."""
 
 
 class EvaluationSettings(Settings):
-    """Checks on fixed traffic during training; the best checkpoint is chosen by them."""
+    """Evaluations on fixed traffic during training; they select the best checkpoint."""
 
     RENAMED: ClassVar = {
         "rules": "baselines",
@@ -195,7 +195,7 @@ class EvaluationSettings(Settings):
     every: Count = 1
     """Updates between two evaluations."""
     worlds: Count = 4
-    """Different traffic per scenario."""
+    """Worlds (different traffic) per scenario."""
     randomised: Count = 40
     """Randomised worlds, if the run has any."""
     requests: Count = 4000
@@ -204,12 +204,12 @@ class EvaluationSettings(Settings):
         "least_outstanding", "round_robin", "lmetric", "load_aware", "least_predicted_ttft",
         "least_pending_uncached", "cache_aware", "llm_d",
     )  # fmt: skip
-    """Rules to be better than; the first is what costs are divided by."""
+    """Baseline rules; costs are divided by that of the first."""
     checkpoint_every: Count = 1
-    """Updates between two checkpoints that are kept."""
+    """Updates between two saved checkpoints."""
     average_checkpoints: int = Field(default=0, ge=0, le=10_000)
-    """Checkpoints, the last ones, whose weights are averaged at the end of the run: the average is
-    judged like them, and is the policy of the run if it is the best. 0: none."""
+    """Number of last checkpoints whose weights are averaged at the end of the run; the average
+    becomes the policy of the run if it scores best. 0: none."""
 
     @model_validator(mode="after")
     def _rules_known(self) -> Self:
@@ -223,12 +223,13 @@ class EvaluationSettings(Settings):
 
 
 class StoppingSettings(Settings):
-    """When to stop a run that leads nowhere."""
+    """When to stop an unsuccessful run."""
 
     RENAMED: ClassVar = {"behind": "patience", "dead_deviation": "min_reward_std"}
 
     patience: int = Field(default=0, ge=0)
-    """Stop after so many evaluations in a row, since cloning, behind the best rule; 0: never."""
+    """Stop after this many consecutive evaluations behind the best rule, not counting those during
+    cloning; 0: never."""
     collapse_share: Share = 0.995
     """Stop if one replica gets this share of the requests in every world of an evaluation."""
     min_reward_std: float = Field(default=1e-9, ge=0)
@@ -243,13 +244,14 @@ class TrainSettings(Settings):
     name: str = "custom"
     """Name of the preset or of the run."""
     seed: int = Field(default=0, ge=0, lt=MAX_RUNS)
-    """Number of the run: weights, traffic and choices follow from it."""
+    """Seed of weights, traffic and random choices."""
     start: str = ""
-    """Trained policy to start from, by name or file; its network is kept. Empty: random weights."""
+    """Trained policy to start from, by name or file, with its network shape; empty: random
+    weights."""
     scenarios: tuple[str | Scenario, ...] = ()
-    """Scenarios to train on, by name or file, or written out."""
+    """Scenarios to train on: names, files or inline tables."""
     randomise: RandomisationSettings | None = None
-    """Train on randomised worlds, besides the scenarios or instead of them."""
+    """Train on randomised worlds, in addition to the scenarios or instead of them."""
     network: NetworkConfig = NetworkConfig()
     demonstrations: DemonstrationSettings = DemonstrationSettings()
     advantage: Literal["gae", "grouped", "branching"] = "branching"
@@ -260,13 +262,13 @@ class TrainSettings(Settings):
     """What an update maximises: the clipped surrogate of PPO, or a target policy at a limited KL
     divergence."""
     env: Literal["sim", "vidur", "live"] = "sim"
-    """World that PPO plays in: the simulator, real Vidur, or the requests of a live router. Cloning
-    is in the simulator always, and so is evaluation unless `vidur` has arguments."""
+    """World that PPO plays in: the simulator, real Vidur, or a live router's requests. Cloning
+    always uses the simulator, and so does evaluation unless `vidur` has arguments."""
     serve: str = ""
-    """Settings of the live router, a TOML file as for `tailrace serve` (env = live)."""
+    """TOML file with the live router's settings, as for `tailrace serve` (env = live)."""
     vidur: VidurSettings = VidurSettings()
     updates: int = Field(default=10, ge=0, le=10_000_000)
-    """Updates of the improvement."""
+    """Number of improvement updates."""
     branching: BranchingSettings = BranchingSettings()
     ppo: PpoSettings = PpoSettings()
     reward: RewardSettings = RewardSettings()
@@ -287,7 +289,7 @@ class TrainSettings(Settings):
 
     @property
     def seeds_needed(self) -> int:
-        """Most training seeds the run can use up; each is played once."""
+        """Maximum number of training seeds the run uses; each is played once."""
         per_update = self.branching.worlds
         if self.advantage != "branching":
             per_update = self.ppo.clusters // self.group + ROLLOUT_TASKS
@@ -313,7 +315,7 @@ class TrainSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _without_method(cls, data: Any) -> Any:
-        """Translate the former setting ``method``, which said estimate and objective in one."""
+        """Translate the former setting ``method``, which combined advantage and objective."""
         if not isinstance(data, Mapping) or "method" not in data:
             return data
         rest = {name: value for name, value in data.items() if name != "method"}
@@ -388,7 +390,7 @@ class TrainSettings(Settings):
 
     @property
     def cautions(self) -> list[str]:
-        """What is allowed and likely not meant, in sentences."""
+        """Warnings about valid settings that are probably not intended."""
         if self.demonstrations.rounds or self.start or self.ppo.norm_updates:
             return []
         caution = (

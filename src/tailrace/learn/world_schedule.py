@@ -22,9 +22,9 @@ from tailrace.seeds import Purpose, generator, seeds
 from tailrace.sim.build import why_not_compiled
 from tailrace.sim.engine import LEARNED_CODE
 
-#: What the sketch of a finished network is fitted to (learn/imitate/sketch.py): clusters of so many
-#: replicas or more, since there it is used; a share of the choices is random, so that it sees more
-#: than the network gets into.
+#: Data for fitting a network's sketch (learn/imitate/sketch.py): clusters with at least this many
+#: replicas, because only large clusters use it, and a share of random choices, so that it covers
+#: more states than the network itself reaches.
 SKETCH_REPLICAS, SKETCH_WORLDS, SKETCH_DECISIONS, SKETCH_EPSILON = 28, 24, 200, 0.05
 
 

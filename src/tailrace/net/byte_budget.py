@@ -42,7 +42,7 @@ class ByteBudget:
         return self.used <= limit or self._make_room(holder, limit)
 
     def freed(self, least: int) -> bool:
-        """Whether at least so many bytes fewer are held than at some time since the last look.
+        """Whether usage has dropped by ``least`` bytes from its peak since it was last True.
 
         When none is held any more, an eighth of that is enough.
         """

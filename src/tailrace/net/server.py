@@ -26,7 +26,7 @@ AHEAD_BYTES = 65_536
 LINGER_S = 2.0
 #: When a client may have gone unnoticed: how long until it is probed, in s.
 PROBE_S = 1.0
-#: Framing that a chunked body may have: so many bytes, and so many more per byte of data.
+#: Maximum framing of a chunked body: bytes in total, plus bytes per byte of data.
 MAX_FRAMING_BYTES, MAX_FRAMING_SHARE = 16_384, 16
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 TOO_MUCH = "too many request bodies at once"
@@ -224,12 +224,11 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(408, "the request did not arrive in time")
 
     def _check_peer(self, now: float, since: float) -> None:
-        """Find out whether a client has gone, which ended its side or sends what is not read.
+        """Probe whether a client that half-closed, or whose data is not being read, has gone.
 
-        Whoever closes a connection and whoever only ends its own side look alike until something
-        is written to them: the former resets the connection then. While there is no response to
-        write, a 100 Continue serves, which clients ignore; in a stream, a comment does, which its
-        work writes (``probing``).
+        A closed connection and a half-closed one look alike until something is written: only the
+        closed one is reset. Before the response begins we write a 100 Continue, which clients
+        ignore; in a stream, the handler writes a comment (``probing``).
         """
         transport = self._transport
         if transport is None or transport.is_closing():

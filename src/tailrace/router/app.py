@@ -54,7 +54,7 @@ CATCH_UP_S = 5.0
 #: How often a stopping router checks whether all clients have gone, in s.
 STOP_POLL_S = 0.02
 
-#: Response of whoever is alive.
+#: Body of a successful health check.
 _OK = b'{"status":"ok"}'
 
 _log = logging.getLogger("tailrace.router")
@@ -179,7 +179,7 @@ class Router:
         }
 
     def readiness(self) -> tuple[int, bytes]:
-        """Return status and body for whoever asks whether requests should be sent here."""
+        """Return status and body of the readiness check."""
         available = sum(b.health.available for b in self.backends.all)
         good = available > 0 and not self.draining
         state = "draining" if self.draining else "ok" if good else "no replica is available"
@@ -307,9 +307,9 @@ class Router:
     async def run(self, started: Callable[[], None] = lambda: None) -> int:
         """Serve until SIGTERM or SIGINT; SIGHUP reloads. Return the exit code.
 
-        After SIGTERM the router is not ready any more, but goes on for ``lame_duck_s``, until
-        whoever sends it requests has noticed. Who presses Ctrl-C (SIGINT) does not want to wait,
-        nor who sends a second signal.
+        After SIGTERM the router reports that it is not ready but serves for another
+        ``lame_duck_s``, so that load balancers notice. SIGINT (Ctrl-C) or a second signal skips
+        this.
         """
         loop = asyncio.get_running_loop()
         stopping, hurrying = asyncio.Event(), asyncio.Event()

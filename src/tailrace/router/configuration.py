@@ -1,8 +1,8 @@
-"""What a running router goes by: its settings, and what admin calls have changed since.
+"""The configuration of a running router: its settings, and changes by admin calls.
 
-A change makes a new configuration with the next version. It is checked completely before it is
-published, and whoever has the old one then takes over the new one as a whole. Workers of one router
-find it in a folder that they share, so that one which is started later goes by it too.
+A change makes a new configuration with the next version. It is validated completely before it is
+published, and then replaces the old one as a whole. Workers of one router read it from a shared
+folder, so that it also applies to workers started later.
 """
 
 import os

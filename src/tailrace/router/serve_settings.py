@@ -43,20 +43,21 @@ class ServeSettings(Settings):
     listen: str = "127.0.0.1:8080"
     """host:port for clients."""
     processes: int = Field(default=1, ge=1, le=64)
-    """Router processes that share the port, each on a core of its own; see 'Several routers'."""
+    """Router processes that share the port, one per core; see 'Several routers'."""
     share_port: bool = False
-    """Let several routers listen there (SO_REUSEPORT): the system spreads connections over them."""
+    """Let several routers listen there (SO_REUSEPORT); the kernel spreads connections over them."""
     clients: tuple[ClientSettings, ...] = Field(default=(), max_length=MAX_CLIENTS)
-    """Clients with keys; none: whoever reaches the router may use it."""
+    """Clients with keys; none: anyone who can reach the router may use it."""
     paths: tuple[str, ...] = INFERENCE_PATHS
-    """Paths that are passed on to backends, to the letter; `/*` at the end stands for all below."""
+    """Paths that are passed on to backends, compared exactly; a final `/*` matches everything
+    below."""
     models: ModelSettings = ModelSettings()
     routing: ChooserSettings = ChooserSettings()
     metrics: ScrapeSettings = ScrapeSettings()
     decisions: DecisionLogSettings = DecisionLogSettings()
     tokenizer: Path | None = None
-    """A tokenizer.json to measure prompts with; default: estimated, and corrected by the servers'
-    own figures."""
+    """A tokenizer.json to count prompt tokens with; default: estimated from bytes, and corrected by
+    the servers' own counts."""
     tokens: TokenSettings = TokenSettings()
     admin: AdminSettings = AdminSettings()
     limits: LimitSettings = LimitSettings()
@@ -65,14 +66,15 @@ class ServeSettings(Settings):
     admission: AdmissionSettings = AdmissionSettings()
     log: LogSettings = LogSettings()
     lame_duck_s: float = Field(default=5.0, ge=0, le=3600, allow_inf_nan=False)
-    """How long connections and requests are still accepted after SIGTERM, while /ready fails."""
+    """How long connections and requests are still accepted after SIGTERM while /ready fails, s."""
     watchdog_s: Seconds = 10.0
-    """A process of several that does nothing for so long is killed and started again."""
+    """A worker process that makes no progress for this long is killed and restarted, s."""
     drain_s: Seconds = 30.0
-    """How long requests in progress may go on after that."""
+    """How long requests in progress may then take to finish, s."""
     explain: bool | None = None
-    """Tell clients where a request went and why: X-Tailrace-Replica, -Policy and -Reason, and the
-    replica in errors; default: only if it listens on loopback and there are no `clients`."""
+    """Explain routing decisions to clients: X-Tailrace-Replica, -Policy and -Reason, and the
+    replica in errors; default: only if the router listens on loopback and there are no
+    `clients`."""
 
     @field_validator("paths")
     @classmethod
@@ -96,7 +98,7 @@ class ServeSettings(Settings):
 
     @property
     def explains(self) -> bool:
-        """Whether clients for whom nothing else is set are told where requests go and why."""
+        """Whether routing decisions are explained to clients without their own setting."""
         if self.explain is None:
             return is_loopback(address(self.listen)[0]) and not self.clients
         return self.explain

@@ -28,17 +28,17 @@ class BackendSettings(Settings):
     """One server behind the router."""
 
     url: str
-    """Where it listens, e.g. http://10.0.0.1:8000; a path is put before every request's path."""
+    """Its address, e.g. http://10.0.0.1:8000; a path here is prefixed to every request's path."""
     name: str = ""
     """Name in logs, metrics and headers; default: host:port."""
     api_key_env: str | None = None
     """Environment variable with this server's API key; it replaces the client's Authorization."""
     max_in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Most requests it gets at once; default: `admission.max_in_flight`."""
+    """Maximum concurrent requests; default: `admission.max_in_flight`."""
     models: tuple[ModelName, ...] = ()
-    """Models and LoRA adapters it serves; default: its own /v1/models is asked."""
+    """Models and LoRA adapters it serves; default: read from its /v1/models."""
     server: Replica = Replica()
-    """What kind of server it is (device, KV blocks, batch size), as in a scenario's replica."""
+    """Kind of server (device, KV blocks, batch size), as for a scenario's replica."""
 
     @field_validator("url")
     @classmethod
@@ -79,29 +79,29 @@ class BackendSettings(Settings):
 
 
 class ClientSettings(Settings):
-    """A client with a key, and what it may use; without any, whoever reaches the router may."""
+    """A client with a key, its permissions and limits. Without any client the router needs no
+    keys."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._@-]{1,64}$")
-    """Name in logs; limits and fair shares belong to it, whatever its keys."""
+    """Name in logs; limits and fair shares apply to the client, whichever of its keys is used."""
     key_env: tuple[str, ...] = ()
-    """Environment variables that hold its keys, one each; all of them are valid."""
+    """Environment variables with one key each; all of them are valid."""
     key_file: tuple[Path, ...] = ()
-    """Files that hold its keys, one per line; a reload reads them again. Lines with # are notes."""
+    """Files with one key per line, read again at a reload. Lines that begin with # are comments."""
     models: tuple[ModelName, ...] = ()
-    """Models it may use, by the names clients see; `*` at the end stands for any ending; default:
-    all."""
+    """Models it may use, by the names clients see; a final `*` matches any ending; default: all."""
     priorities: tuple[Annotated[int, Field(ge=-(2**31), lt=2**31)], ...] = ()
-    """Priorities it may ask for beside 0; lower goes first."""
+    """Priorities it may use besides 0; lower goes first."""
     requests_per_s: float | None = Field(default=None, gt=0, le=1e6, allow_inf_nan=False)
-    """Requests per second on average; as many as one second has may come at once."""
+    """Average requests per second; bursts of one second's worth are allowed."""
     tokens_per_minute: int | None = Field(default=None, ge=1, le=10**12)
-    """Tokens of prompts and answers per minute on average; as many may come at once."""
+    """Average prompt and output tokens per minute; bursts of one minute's worth are allowed."""
     concurrent: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Requests at once, those that wait at the router included."""
+    """Maximum concurrent requests, including those waiting at the router."""
     weight: float = Field(default=1.0, gt=0, le=1e6, allow_inf_nan=False)
-    """Share of the tokens it gets when requests have to wait, relative to other clients."""
+    """Relative share of tokens when requests have to wait."""
     explain: bool | None = None
-    """Whether its answers tell the replica and the reason; default: the router's `explain`."""
+    """Whether its responses name the replica and the reason; default: the router's `explain`."""
 
     @field_validator("key_env", "key_file", mode="before")
     @classmethod
@@ -143,16 +143,16 @@ class ClientSettings(Settings):
 
 
 class ModelSettings(Settings):
-    """Which models there are, and where."""
+    """Which backend serves which models."""
 
     path: str = Field(default="/v1/models", pattern=r"^(off|/[!-~]*)$")
-    """What backends without `models` are asked; off: they are not, and any model may be there."""
+    """Path that lists the models of backends without `models`; off: assume that they serve any."""
     interval_s: Seconds = 10.0
-    """Between two questions to a backend; one that comes back is asked at once."""
+    """Time between two queries of a backend, s; one that recovers is queried at once."""
     timeout_s: Seconds = 2.0
-    """For one answer."""
+    """Time-out of a query, s."""
     aliases: dict[ModelName, ModelName] = Field(default={})
-    """Further names of models: what clients call it = what servers call it."""
+    """Aliases: the name clients use = the name servers use."""
 
     @model_validator(mode="after")
     def _no_chains(self) -> Self:
@@ -163,31 +163,33 @@ class ModelSettings(Settings):
 
 
 class LimitSettings(ConnectionLimits):
-    """What one client may cost, and how long anything may take."""
+    """Size and time limits of requests."""
 
     first_byte_s: Seconds = 600.0
-    """From sending a request to the first byte of the answer."""
+    """From sending a request to the first byte of the response, s."""
     between_chunks_s: Seconds = 120.0
-    """Between two pieces of an answer."""
+    """Between two parts of a response, s."""
     total_s: Seconds = 3600.0
-    """For one request, all attempts and the whole answer."""
+    """For one request, including all attempts and the whole response, s."""
 
 
 class RetrySettings(Settings):
-    """When a request is sent to another replica; never after a byte of an answer was passed on."""
+    """When a request is retried at another replica; never after a byte of a response was
+    relayed."""
 
     attempts: int = Field(default=3, ge=1, le=16)
-    """Times a request is sent, the first included; a second connection to the same replica, where
-    the first one was stale, counts. Unknown requests other than GET and HEAD are sent once."""
+    """Maximum times a request is sent, including the first and a second try at the same replica
+    after a stale connection. Requests of unknown kinds are sent once, unless they are GET or
+    HEAD."""
     statuses: tuple[Annotated[int, Field(ge=429, le=599)], ...] = (429, 502, 503, 504)
-    """Answers of a backend that are tried again elsewhere: 429, and 500 to 599."""
+    """Status codes of a backend that are retried elsewhere: 429, and 500 to 599."""
     max_pause_s: Seconds = 60.0
-    """Longest Retry-After of a 429 or 503 that is honoured: the replica gets no requests so long,
-    if another one has answered the same request."""
+    """Maximum pause after a 429 or 503 with Retry-After, s: the replica gets no requests meanwhile,
+    provided that another one has answered the same request."""
     budget: Share = 0.2
-    """Retries per request that may be spent over time, so that they cannot become a storm."""
+    """Long-run average of retries per request; prevents retry storms."""
     burst: int = Field(default=100, ge=0, le=1_000_000)
-    """Retries that may be spent at once when a replica dies with many requests."""
+    """Retries allowed at once, for a replica that dies with many requests."""
 
     @field_validator("statuses")
     @classmethod
@@ -198,51 +200,52 @@ class RetrySettings(Settings):
 
 
 class HealthSettings(Settings):
-    """When a replica counts as broken, and how it comes back."""
+    """Circuit breakers: when a replica is ejected, and how it comes back."""
 
     path: str = Field(default="/health", pattern=r"^/[!-~]*$")
-    """What is asked; any answer below 500 is good."""
+    """Path of the health probe; any status below 500 is healthy."""
     interval_s: Seconds = 2.0
-    """Between two probes of a replica."""
+    """Time between two probes of a replica, s."""
     timeout_s: Seconds = 2.0
-    """For one probe."""
+    """Time-out of a probe, s."""
     failures: int = Field(default=3, ge=1, le=1000)
-    """Failures in a row, of requests or probes, after which it gets no more requests."""
+    """Consecutive failures, of requests or probes, that eject a replica."""
     max_ejected: Share = 0.5
-    """Share of a model's replicas that failed requests and late probes may take out together,
-    rounded down; only a health path that refuses connections or answers 5xx takes out more."""
+    """Maximum share of a model's replicas ejected for failed requests and late probes, rounded
+    down. A health path that refuses connections or responds with 5xx ejects beyond it."""
     failure_share: Share = 0.5
-    """Share of failed requests in `window_s` that does the same."""
+    """Share of failed requests in `window_s` that ejects a replica."""
     window_s: Seconds = 10.0
-    """Window of `failure_share`."""
+    """Window of `failure_share`, s."""
     window_requests: int = Field(default=20, ge=1, le=1_000_000)
-    """Fewest requests in the window for `failure_share` to count."""
+    """Minimum requests in the window for `failure_share` to apply."""
     open_s: Seconds = 5.0
-    """How long a broken replica is left alone; doubles with each failed trial, up to 12 times."""
+    """How long an ejected replica gets no requests, s; doubles with each failed trial, up to
+    12-fold."""
     trials: int = Field(default=3, ge=1, le=1000)
-    """Good answers after which it counts as healthy again; so many are tried at once."""
+    """Trial requests at once; as many successes close the breaker."""
     slow_start_s: float = Field(default=10.0, ge=0, le=3600, allow_inf_nan=False)
-    """Time over which a returned replica is given its full share."""
+    """Time over which a recovered replica's share rises to its full share, s."""
 
 
 class AdmissionSettings(Settings):
-    """What happens when every replica has as much as it may have."""
+    """Admission control and the queue when all replicas are full."""
 
     max_in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
-    """Most requests per replica at once; default: no limit."""
+    """Maximum concurrent requests per replica; default: no limit."""
     queue: int = Field(default=1000, ge=0, le=1_000_000)
-    """Requests that may wait at the router; above: the least urgent gets 429."""
+    """Maximum requests waiting at the router; beyond it the least urgent is rejected (429)."""
     max_wait_s: Seconds = 30.0
-    """How long one may wait; above: 429."""
+    """Maximum wait, s; then the request is rejected (429)."""
 
 
 class LogSettings(Settings):
-    """What is written to standard error, as lines of JSON; never keys, never text of requests."""
+    """The log on standard error, one JSON object per line; never contains keys or request text."""
 
     level: str = Field(default="info", pattern=r"^(debug|info|warning|error)$")
     """debug, info, warning or error."""
     requests: bool = False
-    """A line per request; otherwise only failures and changes."""
+    """Log every request; otherwise only failures and changes."""
 
 
 class AdminSettings(Settings):
@@ -251,7 +254,7 @@ class AdminSettings(Settings):
     listen: str = "127.0.0.1:8081"
     """host:port; off: no admin listener."""
     token_env: str | None = None
-    """Environment variable with a token that every admin request must bear."""
+    """Environment variable with a token that every admin request must carry."""
 
     def token(self) -> str | None:
         """Return the token from the environment; raise if the variable is named but not set."""

@@ -42,14 +42,14 @@ class _LedgerWatcher(RouterWatcher):
 
 
 class VidurWorld:
-    """A scenario or your own settings in real Vidur, to be played by whoever chooses the replicas.
+    """A scenario, or your own Vidur settings, in real Vidur; the caller chooses the replicas.
 
     >>> world = VidurWorld("uniform-chat-80", requests=200)
     >>> view, done = world.reset(seed), False
     >>> while not done:
     ...     view, cost_s, done = world.step(choose(view))
 
-    The costs of an episode add up to the composite cost of its requests. ``out`` shows the decision
+    The costs of an episode add up to the latency cost of its requests. ``out`` shows the decision
     at hand and the last step as the simulator's environments do, so that their rewards
     (env/reward.py) can be had of it.
     """

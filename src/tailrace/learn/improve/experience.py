@@ -97,7 +97,7 @@ def _cat(parts: Sequence[Experience]) -> Experience:
 def minibatches(
     groups: Sequence[Experience], decisions: int, rng: torch.Generator
 ) -> Iterator[Experience]:
-    """Yield all stretches once, in random order, in parts of at most so many decisions."""
+    """Yield every stretch once, in random order, in minibatches of at most ``decisions``."""
     parts = []
     for number, group in enumerate(groups):
         order = torch.randperm(len(group), generator=rng)
@@ -109,7 +109,7 @@ def minibatches(
 
 
 def sequences(array: NDArray[np.generic] | Tensor, length: int) -> Tensor:
-    """Cut [T, C, ...] into stretches of so many decisions: [L, K, ...]."""
+    """Cut [T, C, ...] into stretches of ``length`` decisions: [L, K, ...]."""
     tensor = array if isinstance(array, Tensor) else torch.from_numpy(array)
     if length == 1:
         return tensor.flatten(0, 1).unsqueeze(0)

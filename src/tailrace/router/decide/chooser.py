@@ -56,30 +56,31 @@ _RESULTS_AT = k.DECISION.fields["cause"][1]
 
 
 class ChooserSettings(Settings):
-    """How replicas are chosen, and what guards the choice."""
+    """How replicas are chosen, and the guard around the policy."""
 
     policy: str = registry.SHIPPED_NAME
     """Policy that decides: a built-in rule, `tailrace`, a .tailrace file or a .py file."""
     fallback: str = "load_aware"
-    """Built-in rule that decides when the policy cannot or must not."""
+    """Built-in rule that decides when the policy fails or is overruled."""
     guard: bool = True
-    """Keep a learned policy, or one of your own, from choices whose first token is predicted much
-    later than the fallback rule's; built-in rules are never guarded."""
+    """Overrule a learned or custom policy if the predicted time to first token of its choice
+    exceeds `guard_ratio` times that of the fallback's choice plus `guard_s`. Built-in rules are
+    never overruled."""
     guard_ratio: float = Field(default=3.0, ge=1, le=1e6, allow_inf_nan=False)
-    """Its predicted time to first token may be so many times that of the fallback's choice..."""
+    """Factor of the guard's limit."""
     guard_s: float = Field(default=1.0, ge=0, le=1e6, allow_inf_nan=False)
-    """... and so many seconds more."""
+    """Constant of the guard's limit, s."""
     range_deviations: float = Field(default=16.0, gt=0, le=1e6, allow_inf_nan=False)
-    """A learned policy decides only while all it sees lies within so many standard deviations of
-    the mean in its training; 15.5 is the most that occurs in the scenarios it is good at."""
+    """A learned policy decides only if every feature is within this many standard deviations of its
+    mean in training. The maximum in the scenarios where the shipped policy does well is 15.5."""
     limit_ms: float = Field(default=5.0, gt=0, le=1e6, allow_inf_nan=False)
-    """Time for one decision; a later one is the fallback rule's."""
+    """Time limit of a decision, ms; beyond it the fallback rule decides."""
     canary: str = ""
-    """Policy that decides for a share of the sessions; empty: none."""
+    """Policy that routes a share of the sessions; empty: none."""
     canary_share: Share = 0.0
     """That share, 0 to 1; a session stays with one policy."""
     shadow: str = ""
-    """Policy that decides too, but is only logged; empty: none."""
+    """Policy whose decisions are logged but not used; empty: none."""
 
     @model_validator(mode="after")
     def _canary_has_both(self) -> Self:

@@ -27,7 +27,7 @@ USAGE, TOKENIZE = "usage", "tokenize"
 
 #: English text; used until the first usage figure of a model.
 BYTES_PER_TOKEN = 4.0
-#: The start counts as a prompt of so many tokens, and what was seen fades by this much per prompt.
+#: Weight of BYTES_PER_TOKEN as a prompt of this many tokens, and decay of past prompts per prompt.
 _PRIOR_TOKENS = 500.0
 _KEEP = 0.98
 #: Outside of these it is no length of a prompt but something else (images, a broken server).
@@ -38,14 +38,14 @@ LOCAL_BYTES = 8192
 
 
 class TokenSettings(Settings):
-    """How the length of a prompt is found out."""
+    """How prompt tokens are counted."""
 
     source: str = Field(default="auto", pattern=r"^(auto|local|server|estimate)$")
-    """auto: with `tokenizer` if it is given, else by bytes per token as the servers' figures show,
-    which are asked for where answers bring none; server: the same without `tokenizer`; local: with
-    `tokenizer` only; estimate: by bytes per token from answers alone."""
+    """auto: `tokenizer` if it is given, else as server; server: bytes per token, learnt from
+    `usage` in responses and from the servers' /tokenize; local: `tokenizer` only; estimate: bytes
+    per token, learnt from `usage` only."""
     every_s: float = Field(default=10.0, gt=0, le=1e6, allow_inf_nan=False)
-    """Least time between two questions to a server's /tokenize about the same model; no request
+    """Minimum time between two calls of a server's /tokenize for the same model, s; no request
     waits for them."""
 
     @property

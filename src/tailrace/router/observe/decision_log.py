@@ -56,18 +56,18 @@ COMPRESSION = 1
 
 
 class DecisionLogSettings(Settings):
-    """Where decisions are written, and how much of them is kept."""
+    """The decision log: where it is written and how much of it is kept."""
 
     folder: Path | None = None
-    """Folder for the files; default: no decision log."""
+    """Folder of its files; default: no decision log."""
     max_mb: float = Field(default=64.0, gt=0, le=1e6, allow_inf_nan=False)
-    """Size in MB at which a file is closed and compressed..."""
+    """Size at which a file is closed and compressed, MB..."""
     max_age_s: float = Field(default=86_400.0, gt=0, le=1e9, allow_inf_nan=False)
-    """... or its age in seconds."""
+    """... or its age, s."""
     keep: int = Field(default=14, ge=1, le=100_000)
-    """Files kept; the oldest are deleted."""
+    """Number of files to keep; older ones are deleted."""
     content: bool = True
-    """Write the hashes of prompts, without which prefix sharing cannot be replayed."""
+    """Write hashes of prompts, which are needed to replay shared prefixes."""
 
 
 def load_salt(folder: Path | None) -> bytes:
@@ -252,7 +252,7 @@ class DecisionLog:
             self._file = None
 
     def _is_due(self, more: int = 0) -> bool:
-        """Whether it is time for a new file, with so many bytes more in this one."""
+        """Whether to start a new file before writing ``more`` bytes."""
         age_s = time.monotonic() - self._opened_at
         size = self._size + more
         return size >= self.settings.max_mb * 1e6 or age_s >= self.settings.max_age_s

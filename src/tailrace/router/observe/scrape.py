@@ -16,14 +16,14 @@ Fetch = Callable[[int, str], Awaitable[bytes]]
 
 
 class ScrapeSettings(Settings):
-    """How the servers' metrics are read."""
+    """Reading the servers' metrics."""
 
     path: str = Field(default="/metrics", pattern=r"^(/[!-~]*|off)$")
-    """What is asked; off: never, the router's own ledger is enough."""
+    """Path of the metrics; off: do not read any and rely on the router's own ledger."""
     interval_s: float = Field(default=0.5, gt=0, le=3600, allow_inf_nan=False)
-    """Seconds between two snapshots; policies are trained with 0.5."""
+    """Time between two reads, s; policies are trained with 0.5."""
     timeout_s: float = Field(default=2.0, gt=0, le=3600, allow_inf_nan=False)
-    """For one answer."""
+    """Time-out of a read, s."""
 
 
 class Scraper:

@@ -60,7 +60,7 @@ class ExchangeContext:
     tokenize_probe: TokenizeProbe
     models: ModelCatalogue
     explains: bool
-    """Whether clients for whom nothing else is set are told where requests go and why."""
+    """Whether routing decisions are explained to clients without their own setting."""
     now: float = 0.0
     """Coarse clock, s; set by the sweep."""
     active: "set[Exchange]" = field(default_factory=set)
@@ -249,7 +249,7 @@ class Exchange:
         return excluded
 
     def _remember(self, response_id: bytes, backend: Backend) -> None:
-        """A server may have stored its response: whoever continues it must go there."""
+        """Remember which server may have stored this response: follow-ups must go there."""
         if response_id:
             self._context.backends.cluster.sessions.remember_response(
                 self.flow, response_id.decode("latin-1"), backend.index

@@ -5,8 +5,8 @@ some failures in a row, or when the share of failures in a window is too large. 
 router probes the server's health path, and only a good response admits trial requests. A response
 of 4xx is the client's fault and counts as good.
 
-What requests do to a replica may be the requests' fault. So whoever reports a failure says whether
-it may open the breaker (``may_open``); :meth:`Backends.may_eject
+A failure may be the request's fault, so the caller that reports it decides whether it may open the
+breaker (``may_open``); :meth:`Backends.may_eject
 <tailrace.router.proxy.backends.Backends.may_eject>` keeps a share of the replicas in any case.
 """
 

@@ -12,11 +12,11 @@ from tailrace.router.state.sessions import Session
 
 @dataclass(slots=True)
 class Decision:
-    """Where one request goes, and why."""
+    """The replica chosen for a request, and the reason."""
 
     replica: int
     policy: str
-    """Name of the policy that was asked, whoever decided in the end."""
+    """Name of the policy in charge, also if the fallback rule overruled it."""
     scores: NDArray[np.float64]
     """[n] of the policy that decided, lower is better."""
     runner_up: int

@@ -1,9 +1,9 @@
-"""How many requests all workers of a router have at each backend, so that limits hold over all.
+"""Requests at each backend counted over all workers of a router, so that limits apply to the sum.
 
 A limit is checked and a request counted under a lock, because two workers may see the same last
-place. What a worker has in progress stands in a cell of its own, which the supervisor clears when
-the worker dies. Of workers whose requests wait, the one that got a place least recently goes first;
-whoever frees a place wakes the others.
+slot. Each worker counts its requests in its own cell, which the supervisor clears when the worker
+dies. Among workers with waiting requests, the one that got a slot least recently goes first; a
+worker that frees a slot wakes the others.
 """
 
 import contextlib

@@ -41,7 +41,7 @@ def test_the_default_is_minus_the_composite_cost() -> None:
     assert function.terms["e2e_s"] == 10
     assert function.terms["late_s"] == 2
     assert function.raw[0] == value
-    assert function.share_at_bound() == 0
+    assert function.shares_at_bounds() == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,29 @@ def test_the_bound_is_soft_and_reported() -> None:
     value, function = reward({"bound": 10.0}, step(ttft_s=1000.0))
     assert -10.0 <= value < -9.9
     assert function.raw[0] == -1000.0
-    assert function.share_at_bound() == 1.0
+    assert function.shares_at_bounds() == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "raw", "expected", "shares"),
+    [
+        ({"bound": 8.0, "bound_low": 4.0}, 2.0, 8 * np.tanh(2 / 8), (0, 0)),
+        ({"bound": 8.0, "bound_low": 4.0}, 100.0, 8.0, (0, 1)),
+        ({"bound": 8.0, "bound_low": 4.0}, -2.0, -4 * np.tanh(2 / 4), (0, 0)),
+        ({"bound": 8.0, "bound_low": 4.0}, -100.0, -4.0, (1, 0)),
+        ({"bound": 8.0, "bound_low": 4.0, "hard_bound": True}, 7.5, 7.5, (0, 0)),
+        ({"bound": 8.0, "bound_low": 4.0, "hard_bound": True}, 9.0, 8.0, (0, 1)),
+        ({"bound": 8.0, "bound_low": 4.0, "hard_bound": True}, -4.5, -4.0, (1, 0)),
+        ({"bound_low": 4.0, "hard_bound": True}, 100.0, 100.0, (0, 0)),
+        ({"bound_low": 4.0}, 100.0, 100.0, (0, 0)),
+    ],
+)
+def test_bounds_that_differ_up_and_down(settings, raw, expected, shares) -> None:
+    """A bonus of 1 per second of ``early`` gives the raw reward; negative ones are a cost."""
+    value, function = reward({"early": 1.0, **settings}, step(early=raw))
+    assert function.raw[0] == raw
+    assert value == pytest.approx(expected, rel=1e-9)
+    assert function.shares_at_bounds() == shares
 
 
 def test_a_restart_forgets_the_past() -> None:
@@ -121,6 +143,7 @@ def test_a_restart_forgets_the_past() -> None:
     [
         ({"e2e": 0, "ttft": 0, "late": 0}, "nothing to learn from"),
         ({"bound": 0}, "bound"),
+        ({"hard_bound": True}, "hard_bound needs bound"),
         ({"throughput_cap": 2}, "throughput_cap"),
         ({"laet": 1}, "laet"),
     ],
@@ -191,3 +214,61 @@ def lone(
     infos = [step[4]["terms"] for step in steps]
     assert [info["ttft_s"] for info in infos] == pytest.approx([TTFT_S] * 2)
     return [step[1] for step in steps], [info[term] for info in infos]
+
+
+# ---- end-to-end latency and time per output token, by hand --------------------------------------
+
+#: A lone request decodes its second and last token in one iteration of 10 ms + 1 token of 0.1 ms.
+ANSWER_S = 0.0101
+E2E_S = TTFT_S + ANSWER_S
+
+
+@pytest.mark.parametrize(
+    ("settings", "term", "expected"),
+    [
+        ({"e2e_target_s": 0.03}, "e2e_late", E2E_S - 0.03),
+        ({"e2e_target_s": 0.06}, "e2e_late", 0.0),
+        ({"e2e_target_s": E2E_S}, "e2e_soft_late", 0.5),
+        ({"e2e_target_s": E2E_S / 1.5, "soft_scale": 0.25}, "e2e_soft_late", 0.8807970779778823),
+        ({"e2e_target_s": E2E_S * 4}, "e2e_early", 0.5),
+        ({"e2e_target_s": E2E_S * 1.9}, "e2e_early", 0.0),
+    ],
+)
+def test_end_to_end_latency_of_a_known_request(tmp_path, settings, term, expected) -> None:
+    check_ended(tmp_path, settings, term, expected, tpot_slo_s=0.05)
+
+
+@pytest.mark.parametrize(
+    ("tpot_slo_s", "settings", "term", "expected"),
+    [
+        (0.004, {}, "tpot_late", ANSWER_S - 0.004),
+        (0.020, {}, "tpot_late", 0.0),
+        (ANSWER_S, {}, "tpot_soft_late", 0.5),
+        (
+            ANSWER_S / 2,
+            {"soft_centre": 1.5, "soft_scale": 0.5},
+            "tpot_soft_late",
+            0.731058578630005,
+        ),
+        (ANSWER_S * 4, {}, "tpot_early", 0.5),
+        (ANSWER_S * 4, {"early_share": 1.0}, "tpot_early", 0.75),
+    ],
+)
+def test_time_per_output_token_of_a_known_request(
+    tmp_path, tpot_slo_s, settings, term, expected
+) -> None:
+    check_ended(tmp_path, settings, term, expected, tpot_slo_s=tpot_slo_s)
+
+
+def check_ended(folder, settings, term, expected, tpot_slo_s) -> None:
+    world = lone_requests(folder, 1.0)
+    world = world.with_workload(tpot_slo_s=tpot_slo_s)
+    only = {"e2e": 0.0, "ttft": 0.0, "late": 0.0, term: 2.0, **settings}
+    env = RouterEnv(world, decisions=3, reward=only)
+    env.reset(seed=1)
+    for _ in range(2):
+        _, value, _, _, info = env.step(0)
+        name = f"{term}_s" if f"{term}_s" in info["terms"] else term
+        assert info["terms"][name] == pytest.approx(expected, abs=1e-9)
+        sign = 1 if term.endswith("early") else -1
+        assert value == pytest.approx(sign * 2.0 * expected, abs=1e-9)

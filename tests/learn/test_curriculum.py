@@ -1,6 +1,8 @@
 import pytest
 
 from learn.tiny import Noted, log, scenario_file, settings
+from tailrace.env.reward import RewardSettings
+from tailrace.errors import TailraceError
 from tailrace.learn.curriculum import Curriculum
 from tailrace.learn.settings import Stage
 
@@ -49,6 +51,52 @@ def test_a_state_says_how_far_it_is():
         after.restore(before.state())
         assert names(after, scores[cut:]) == whole[cut:]
         assert after.first is STAGES[0]
+
+
+def test_a_ramp_moves_load_and_reward_evenly():
+    stages = (
+        Stage(name="easy", load=0.5, updates=2, late_weight=1.0),
+        Stage(
+            name="hard", load=0.9, ramp=4, updates=5, reward={"late": 3.0, "e2e": 1.2, "bound": 9.0}
+        ),
+        Stage(name="last", ramp=2),
+    )
+    curriculum = Curriculum(stages, RewardSettings(e2e=0.4, late=2.0))
+    loads, late, e2e = [], [], []
+    for _ in range(10):
+        stage = curriculum.stage
+        loads.append(stage.load)
+        late.append(stage.reward_changes.get("late", 2.0))
+        e2e.append(stage.reward_changes.get("e2e", 0.4))
+        if stage.name == "hard":
+            assert stage.reward_changes["bound"] == 9.0  # there was none before: at once
+        curriculum.after_update(None)
+    assert loads == pytest.approx([0.5, 0.5, 0.6, 0.7, 0.8, 0.9, 0.9, 0.95, 1.0, 1.0])
+    assert late == pytest.approx([1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 2.5, 2.0, 2.0])
+    assert e2e == pytest.approx([0.4, 0.4, 0.6, 0.8, 1.0, 1.2, 1.2, 0.8, 0.4, 0.4])
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([{"name": "a", "ramp": 2}], "nothing to ramp from"),
+        ([{"name": "a", "updates": 1}, {"name": "b", "updates": 2, "ramp": 3}, {"name": "c"}],
+         "before its ramp of 3"),
+        ([{"name": "a", "reward": {"laet": 1.0}}], "reward of stage a: unknown setting 'laet'"),
+        ([{"name": "a", "reward": {"bound": -1.0}}], "reward of stage a: bound"),
+    ],
+)  # fmt: skip
+def test_stages_that_make_no_sense(tmp_path, stages, message):
+    with pytest.raises(TailraceError, match=message):
+        settings(tmp_path, {"method": "ppo", "curriculum": stages})
+
+
+def test_a_stage_may_change_any_setting_of_the_reward(tmp_path):
+    stage = {"name": "a", "reward": {"tpot_late": 0.5, "relative": 1.0, "reference": "round_robin"}}
+    given = settings(tmp_path, {"method": "ppo", "reward": {"e2e": 0.7}, "curriculum": [stage]})
+    found = given.reward_of(given.curriculum[0])
+    assert (found.tpot_late, found.rule, found.e2e) == (0.5, "round_robin", 0.7)
+    assert given.reward.tpot_late == 0
 
 
 @pytest.mark.compiled

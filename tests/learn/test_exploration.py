@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from tailrace.config import parse
@@ -151,3 +152,78 @@ def test_a_restored_state_goes_on_exactly():
 def test_contradictions_are_refused(settings, message):
     with pytest.raises(TailraceError, match=message):
         parse(ExplorationSettings, settings)
+
+
+# ---- schedules of several points, periodic pulses, a held entropy -------------------------------
+
+
+def test_a_schedule_of_several_points_is_linear_between_them():
+    exploration = make(
+        entropy_points=[[2, 0.02], [10, 0.004], [20, 0.0]],
+        temperature_points=[[0, 2.0], [4, 1.0]],
+        epsilon_points=[[0, 0.5]],
+    )
+    found = [exploration.values(u).entropy_weight for u in (0, 2, 6, 10, 15, 20, 99)]
+    assert found == pytest.approx([0.02, 0.02, 0.012, 0.004, 0.002, 0.0, 0.0])
+    found = [exploration.values(u).temperature for u in (0, 1, 4, 9)]
+    assert found == pytest.approx([2.0, 1.75, 1.0, 1.0])
+    assert {exploration.values(u).epsilon for u in range(5)} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"entropy_points": [[0, 0.1], [0, 0.2]]}, "must rise"),
+        ({"temperature_points": [[0, 0.0]]}, "must lie from 0.01 to 100"),
+        ({"epsilon_points": [[0, 1.5]]}, "must lie from 0 to 1"),
+        ({"epsilon_points": [[0, 0.5]], "epsilon_start": 0.2}, "choose one"),
+        ({"pulse_interval": 10}, "set pulse_factor above 1"),
+        ({"pulse_interval": 5, "pulse_factor": 2.0}, "leaves no time between pulses"),
+        (
+            {"entropy_start": 0.1, "entropy_end": 0.1, "target_entropy": 0.4,
+             "temperature_entropy": 0.4},
+            "both steer the entropy",
+        ),
+        ({"entropy_points": [[0, 0.1], [9, 0.0]], "target_entropy": 0.4}, "above zero"),
+    ],
+)  # fmt: skip
+def test_exploration_that_makes_no_sense(settings, message):
+    with pytest.raises(TailraceError, match=message):
+        parse(ExplorationSettings, settings)
+
+
+def test_periodic_pulses_come_at_their_interval_beside_others():
+    exploration = make(pulse_factor=3.0, pulse_updates=2, pulse_decay=0.5, pulse_interval=6)
+    found = [exploration.values(u).temperature for u in range(14)]
+    assert found == [1, 1, 1, 1, 1, 1, 3, 3, 2, 1.5, 1.25, 1.125, 3, 3]
+    assert [u for u in range(20) if exploration.values(u).pulse] == [6, 7, 12, 13, 18, 19]
+    exploration.red_flag(8)
+    assert [u for u in range(20) if exploration.values(u).pulse] == [6, 7, 9, 10, 12, 13, 18, 19]
+
+
+def test_the_temperature_holds_an_entropy():
+    exploration = make(temperature_entropy=0.5, target_rate=1.2)
+    exploration.after_update(0.2)  # far too low: the full rate
+    assert exploration.values(1).temperature == pytest.approx(1.2)
+    exploration.after_update(0.55)  # half the deviation of the full rate above it
+    assert exploration.values(2).temperature == pytest.approx(1.2 * 1.2**-0.5)
+    exploration.after_update(0.5)
+    assert exploration.values(3).temperature == pytest.approx(1.2**0.5)
+    again = make(temperature_entropy=0.5, target_rate=1.2)
+    again.restore(json.loads(json.dumps(exploration.state())))
+    assert again.values(4) == exploration.values(4)
+    for _ in range(200):
+        exploration.after_update(0.0)
+    assert exploration.values(9).temperature == pytest.approx(10.0)  # bounded
+
+
+def test_a_policy_of_fixed_logits_is_brought_to_the_held_entropy():
+    """Entropy of softmax(logits / T) over 4 replicas, as the controller sees it."""
+    logits = np.array([3.0, 1.0, 0.0, -1.0])
+    exploration = make(temperature_entropy=0.7, target_rate=1.2)
+    for update in range(100):
+        policy = np.exp(logits / exploration.values(update).temperature)
+        policy /= policy.sum()
+        fraction = float(-(policy * np.log(policy)).sum() / np.log(4))
+        exploration.after_update(fraction)
+    assert fraction == pytest.approx(0.7, abs=1e-3)

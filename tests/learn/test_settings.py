@@ -52,7 +52,7 @@ LIVE = PPO | {"env": "live", "serve": "router.toml"}
         ),
         ({"curriculum": [STAGE | {"scenarios": ["mixed-speed"]}]}, "a names 'mixed-speed'"),
         ({"curriculum": [{"name": "a"}, STAGE]}, "stage a never ends, but others follow"),
-        ({"curriculum": [STAGE | {"late_weight": 3.0}]}, "late_weight belongs to the reward"),
+        ({"curriculum": [STAGE | {"late_weight": 3.0}]}, "stages that change the reward"),
         ({"curriculum": [STAGE | {"load": 0}]}, "curriculum.0.load: .*greater than 0"),
         (demonstrations(teachers={"lookahed": 1}), "unknown teacher 'lookahed'; did you mean look"),
         (demonstrations(teachers={}), "demonstrations.teachers: .*at least 1"),

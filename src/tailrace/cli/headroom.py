@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 SECTION = "reward"
 
 
+#: Types of options whose setting is no number.
+_TYPES: dict[Any, click.ParamType] = {str: click.STRING, bool: click.BOOL}
+
+
 @cache
 def _reward_options() -> tuple[click.Option, ...]:
     """One option per setting of a reward, described by the setting itself."""
@@ -30,7 +34,7 @@ def _reward_options() -> tuple[click.Option, ...]:
         found.append(
             SectionOption(
                 [f"--reward-{field.replace('_', '-')}", f"{SECTION}__{field}"],
-                type=click.STRING if info.annotation is str else click.FLOAT,
+                type=_TYPES.get(info.annotation, click.FLOAT),
                 help=f"{text} [default: {default}]".replace(" [default: none]", ""),
                 section="Reward",
             )

@@ -198,8 +198,7 @@ class Core(EpisodicClusters):
                 scenario.engine,
                 episode.seed,
             )
-            for name in ("soft_centre", "soft_scale", "early_share"):
-                fleet.clusters[c][name] = getattr(reward, name)
+            reward.shape(fleet.clusters[c])
         begin(self.step_out, c)
         begin(self._reference_out, c)
 

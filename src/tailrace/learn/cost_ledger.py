@@ -22,13 +22,13 @@ class CostLedger:
     """Cost accounts of one cluster. Times in s, of one clock, which need not begin at 0."""
 
     def __init__(self, reward: RewardSettings | None = None) -> None:
-        """Begin without requests; ``reward`` shapes the curves for late and early first tokens."""
+        """Begin without requests; ``reward`` gives targets and curves."""
         reward = reward or RewardSettings()
         self._cluster: Any = np.zeros(1, CLUSTER)[0]
         self._cluster["deadline_next"] = self._cluster["deadline_last"] = -1
         self._cluster["late_share"] = 1.0
-        for name in ("soft_centre", "soft_scale", "early_share"):
-            self._cluster[name] = getattr(reward, name)
+        self._cluster["latency_limit"] = np.inf
+        reward.shape(self._cluster)
         self._requests = np.zeros(PLACES, REQUEST_STATE)
         self._facts = np.zeros(PLACES, REQUEST_FACT)
         self._free = list(range(PLACES))
@@ -51,10 +51,18 @@ class CostLedger:
         """When the last request ended."""
         return float(self._cluster["ended_at"])
 
-    def arrived(self, number: int, at: float, ttft_slo_s: float, output_tokens: int = 0) -> None:
+    def arrived(
+        self,
+        number: int,
+        at: float,
+        ttft_slo_s: float,
+        output_tokens: int = 0,
+        tpot_slo_s: float = 0.0,
+    ) -> None:
         """A request has come to the router; nothing happens if it is there already.
 
-        ``output_tokens`` that it will have, where that is known.
+        ``output_tokens`` that it will have, where that is known: without it there are no terms of
+        the time per output token.
         """
         if number in self._places:
             return
@@ -64,6 +72,7 @@ class CostLedger:
         self._unanswered.add(number)
         self._requests[place]["arrived"] = at
         self._facts[place]["ttft_slo"] = ttft_slo_s
+        self._facts[place]["tpot_slo"] = tpot_slo_s
         self._facts[place]["output"] = output_tokens
         cost_accounts.arrived(self._cluster, self._requests, self._facts, place)
 

@@ -2,22 +2,41 @@
 
 from collections.abc import Mapping, Sequence
 
+from tailrace.env.reward import RewardSettings
 from tailrace.learn.settings import Stage
 
 
 class Curriculum:
     """Says which stage holds; without stages there is none."""
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
-        """Begin with the first stage."""
+    def __init__(self, stages: Sequence[Stage], reward: RewardSettings | None = None) -> None:
+        """Begin with the first stage; ``reward``: that of the run, which stages may change."""
         self._stages = tuple(stages)
+        self._reward = reward or RewardSettings()
         self._number = 0
         self._updates = 0  # done in this stage
 
     @property
     def stage(self) -> Stage | None:
-        """The stage of the next update."""
-        return self._stages[self._number] if self._stages else None
+        """The stage of the next update; while it ramps, on its way from the one before."""
+        if not self._stages:
+            return None
+        stage, done = self._stages[self._number], self._updates + 1
+        if done >= stage.ramp:
+            return stage
+        return self._between(self._stages[self._number - 1], stage, done / stage.ramp)
+
+    def _between(self, before: Stage, stage: Stage, share: float) -> Stage:
+        """Return ``stage`` with load and numbers of the reward at a share of the way to it."""
+        old, new = before.reward_changes, stage.reward_changes
+        reward: dict[str, float | bool | str] = {}
+        for name in {**old, **new}:
+            usual = getattr(self._reward, name)
+            a, b = old.get(name, usual), new.get(name, usual)
+            numbers = all(isinstance(v, int | float) and not isinstance(v, bool) for v in (a, b))
+            reward[name] = float(a) + share * (float(b) - float(a)) if numbers else b
+        load = before.load + share * (stage.load - before.load)
+        return stage.model_copy(update={"load": load, "reward": reward, "late_weight": None})
 
     @property
     def first(self) -> Stage | None:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialise
 
 from tailrace import config
+from tailrace.env.reward import RAW_QUANTILES
 from tailrace.errors import RenamedSettingWarning, TailraceError
 from tailrace.files import atomic_path
 from tailrace.learn.settings import TrainSettings
@@ -38,7 +39,9 @@ COLUMNS = (
     "step", "phase", "stage", "seconds", "samples", "steps_per_s", "loss", "policy_loss",
     "value_loss", "imitation_loss", "entropy", "entropy_fraction", "kl", "kl_to_start", "eta",
     "gain", "clip_fraction", "explained_variance", "grad_norm", "learning_rate", "temperature",
-    "epsilon", "entropy_weight", "pulse", "raw_reward", "raw_reward_deviation", "score",
+    "epsilon", "entropy_weight", "pulse", "raw_reward", "raw_reward_deviation",
+    *(f"raw_reward_{name}" for name in RAW_QUANTILES), "share_at_lower_bound",
+    "share_at_upper_bound", "score",
     "score_vs_best_rule", "ttft_p99_s", "e2e_mean_s", "largest_share", "best", "red_flag",
 )  # fmt: skip
 

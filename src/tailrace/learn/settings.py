@@ -181,6 +181,17 @@ class Stage(Settings):
     """Scenarios of the run to play; none: all."""
     late_weight: Weight | None = None
     """Cost of a second past the TTFT target (PPO)."""
+    reward: dict[str, float | bool | str] = {}  # noqa: RUF012 (pydantic copies it)
+    """Settings of the reward that differ in this stage (PPO)."""
+    ramp: int = Field(default=0, ge=0)
+    """Updates over which load and numbers of the reward move here from the stage before; 0: they
+    change at once."""
+
+    @property
+    def reward_changes(self) -> dict[str, float | bool | str]:
+        """Settings of the reward that differ in this stage."""
+        late = {} if self.late_weight is None else {"late": self.late_weight}
+        return {**self.reward, **late}
 
 
 class EvaluationSettings(Settings):
@@ -308,9 +319,9 @@ class TrainSettings(Settings):
 
     def reward_of(self, stage: Stage | None) -> RewardSettings:
         """Return the reward in a stage of the curriculum."""
-        if stage is None or stage.late_weight is None:
+        if stage is None or not stage.reward_changes:
             return self.reward
-        return self.reward.model_copy(update={"late": stage.late_weight})
+        return config.parse(RewardSettings, self.reward.model_dump() | stage.reward_changes)
 
     @model_validator(mode="before")
     @classmethod
@@ -388,6 +399,22 @@ class TrainSettings(Settings):
                 raise ValueError(f"stage {stage.name} never ends, but others follow it")
         return self
 
+    @model_validator(mode="after")
+    def _stages_fit(self) -> Self:
+        for number, stage in enumerate(self.curriculum):
+            try:
+                self.reward_of(stage)
+            except TailraceError as error:
+                raise ValueError(f"reward of stage {stage.name}: {error}") from None
+            if stage.ramp and not number:
+                raise ValueError(f"stage {stage.name} is the first: there is nothing to ramp from")
+            if stage.ramp and stage.updates is not None and stage.ramp > stage.updates:
+                raise ValueError(
+                    f"stage {stage.name} ends after {stage.updates} updates, before its ramp of "
+                    f"{stage.ramp} has"
+                )
+        return self
+
     @property
     def cautions(self) -> list[str]:
         """Warnings about valid settings that are probably not intended."""
@@ -417,9 +444,9 @@ class TrainSettings(Settings):
                 "branching tries all candidates anyway: exploration by temperature, pulses or "
                 "epsilon needs advantage = 'gae' or 'grouped'"
             )
-        if any(s.late_weight is not None for s in self.curriculum):
+        if any(s.reward_changes for s in self.curriculum):
             raise ValueError(
-                "late_weight belongs to the reward, which needs advantage = 'gae' or 'grouped'"
+                "stages that change the reward need advantage = 'gae' or 'grouped'"
             )
 
     def _check_env(self) -> None:

@@ -128,7 +128,7 @@ class Trainer:
             rule: tuple(costs) for rule, costs in self.state.rule_costs.items()
         }
         self.exploration = Exploration(settings.exploration)
-        self.curriculum = Curriculum(settings.curriculum)
+        self.curriculum = Curriculum(settings.curriculum, settings.reward)
         self.behind = stopping.EvaluationsBehind(settings.stopping, self.state.behind)
         if self._fresh:
             self.folder.create(settings)
@@ -176,6 +176,7 @@ class Trainer:
             self._rows.append({k: v for k, v in metrics.items() if isinstance(v, float)})
         if stage_before is not None:
             metrics |= {"stage": stage_before.name, "curriculum/stage": number}
+            metrics["curriculum/load"] = stage_before.load
         took = max(time.monotonic() - began, 1e-9)
         metrics["steps_per_s"] = metrics["samples"] / took
         last = step + 1 == self.settings.steps
@@ -184,7 +185,7 @@ class Trainer:
         if step >= rounds:
             self.curriculum.after_update(metrics.get("score_vs_best_rule"))
         stage = self.curriculum.stage
-        if stage is not stage_before and stage is not None:
+        if stage is not None and self.curriculum.number != number:
             self.watcher.phase(f"curriculum: {stage.name}")
         self.state.step = step + 1
         self.state.seconds = metrics["seconds"] = time.monotonic() - started

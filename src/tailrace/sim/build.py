@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.sim import server as servers
 from tailrace.sim.allocation import Allocation, allocation_for, is_explicit, new_fleet, new_tables
+from tailrace.sim.cost_accounts import E2E_TARGET_S
 from tailrace.sim.kvcache import KvCache
 from tailrace.sim.types import EVENT_CODES, SCHEDULER_CODES, Fleet, Tables
 from tailrace.view.devices import num_blocks_of
@@ -171,6 +172,7 @@ def _start_cluster(
     cluster["serial"] = next(_serial_numbers)
     cluster["soft_centre"], cluster["soft_scale"], cluster["early_share"] = 1.0, 0.1, 0.5
     cluster["late_share"] = 1.0
+    cluster["e2e_target"], cluster["latency_limit"] = E2E_TARGET_S, np.inf
     cluster["view_context"] = cluster["view_prefix"] = cluster["accounts"] = 1
     cluster["scrape_s"] = router.staleness_s
     cluster["scrape_count"] = -1

@@ -11,13 +11,23 @@ import math
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inlined, jit
 from tailrace.view.objective import compiled_cost
 
 #: The terms of a cluster's accounts, in the order of ``read``.
-TERMS = ("e2e_s", "ttft_s", "late_s", "lost", "soft_late", "early", "finished", "finished_tokens")
+TERMS = (
+    "e2e_s", "ttft_s", "late_s", "lost", "soft_late", "early", "finished", "finished_tokens",
+    "e2e_late_s", "e2e_soft_late", "e2e_early",
+    "tpot_late_s", "tpot_soft_late", "tpot_early",
+    "over_limit",
+)  # fmt: skip
 N_TERMS = len(TERMS)
-E2E, TTFT, LATE, LOST_REQUESTS, SOFT_LATE, EARLY, FINISHED, FINISHED_TOKENS = range(N_TERMS)
+E2E, TTFT, LATE, LOST_REQUESTS, SOFT_LATE, EARLY, FINISHED, FINISHED_TOKENS = range(8)
+E2E_LATE, E2E_SOFT_LATE, E2E_EARLY, TPOT_LATE, TPOT_SOFT_LATE, TPOT_EARLY, OVER_LIMIT = range(8, 15)
+#: Target of the end-to-end latency, s, unless a reward has another.
+E2E_TARGET_S = 10.0
+#: Terms from this one on accrue when a request ends.
+FIRST_OF_ENDED = E2E_LATE
 
 
 @jit
@@ -111,11 +121,39 @@ def ended(cluster, requests, facts, n, lost):
         cluster["in_system_since"] = 0.0
     cluster["paid_e2e"] += request["done"] - request["arrived"]
     cluster["ended_at"] = max(cluster["ended_at"], request["done"])
+    e2e = request["done"] - request["arrived"]
+    if e2e > cluster["latency_limit"]:
+        cluster["over_limit"] += 1
     if lost:
         cluster["lost"] += 1
-    else:
-        cluster["finished"] += 1
-        cluster["finished_tokens"] += facts[n]["output"]
+        return
+    output = facts[n]["output"]
+    cluster["finished"] += 1
+    cluster["finished_tokens"] += output
+    target = cluster["e2e_target"]
+    cluster["paid_e2e_late"] += max(e2e - target, 0.0)
+    cluster["paid_e2e_soft"] += _soft(cluster, e2e / target)
+    cluster["paid_e2e_early"] += _early(cluster, e2e / target)
+    pace = facts[n]["tpot_slo"]
+    if output > 1 and pace > 0.0:
+        answer = request["done"] - request["first"]
+        share = answer / (pace * (output - 1))
+        cluster["paid_tpot_late"] += max(answer - pace * (output - 1), 0.0)
+        cluster["paid_tpot_soft"] += _soft(cluster, share)
+        cluster["paid_tpot_early"] += _early(cluster, share)
+
+
+@inlined
+def _soft(cluster, share):
+    """Logistic curve, 0 to 1, at a latency given as a multiple of its target."""
+    over = (share - cluster["soft_centre"]) / max(cluster["soft_scale"], 1e-9)
+    return 1.0 / (1.0 + math.exp(min(-over, 700.0)))
+
+
+@inlined
+def _early(cluster, share):
+    """How far a latency, as a multiple of its target, lies under ``early_share`` of it, 0 to 1."""
+    return max(1.0 - share / max(cluster["early_share"], 1e-9), 0.0)
 
 
 @jit
@@ -163,6 +201,13 @@ def read(cluster, requests, t, terms):
     terms[EARLY] = cluster["paid_early"]
     terms[FINISHED] = cluster["finished"]
     terms[FINISHED_TOKENS] = cluster["finished_tokens"]
+    terms[E2E_LATE] = cluster["paid_e2e_late"]
+    terms[E2E_SOFT_LATE] = cluster["paid_e2e_soft"]
+    terms[E2E_EARLY] = cluster["paid_e2e_early"]
+    terms[TPOT_LATE] = cluster["paid_tpot_late"]
+    terms[TPOT_SOFT_LATE] = cluster["paid_tpot_soft"]
+    terms[TPOT_EARLY] = cluster["paid_tpot_early"]
+    terms[OVER_LIMIT] = cluster["over_limit"]
 
 
 @jit

@@ -160,10 +160,19 @@ CLUSTER = np.dtype(
         ("paid_late", "f8"),  # seconds past the deadline
         ("paid_soft", "f8"),  # first tokens, each by a logistic curve around its target
         ("paid_early", "f8"),  # first tokens, each by how far it came under its target, 0..1
-        ("soft_centre", "f8"),  # of the logistic curve, as multiple of the target
+        ("soft_centre", "f8"),  # of the logistic curves, as multiple of the target
         ("soft_scale", "f8"),  # its width, likewise
         ("late_share", "f8"),  # share of the target from which on a request counts as late
-        ("early_share", "f8"),  # share of the target below which a first token is early
+        ("early_share", "f8"),  # share of a target below which a latency is early
+        ("e2e_target", "f8"),  # target of the end-to-end latency, s
+        ("latency_limit", "f8"),  # end-to-end latency that raises an alarm, s; inf: none does
+        ("paid_e2e_late", "f8"),  # of completed requests: seconds past that target
+        ("paid_e2e_soft", "f8"),  # by the logistic curve
+        ("paid_e2e_early", "f8"),  # by how far under the target, 0..1
+        ("paid_tpot_late", "f8"),  # the same of the time per output token: seconds of the answer
+        ("paid_tpot_soft", "f8"),
+        ("paid_tpot_early", "f8"),
+        ("over_limit", "i8"),  # requests that ended past the limit
         ("lost", "i8"),  # requests that failed
         ("finished", "i8"),  # requests that were completed
         ("finished_tokens", "i8"),  # their output tokens

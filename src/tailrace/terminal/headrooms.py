@@ -7,14 +7,15 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
+from tailrace.env.reward import TERM_OF_WEIGHT
 from tailrace.evaluate.search.headroom import Gain, Headroom, RewardResult
+from tailrace.sim.cost_accounts import TERMS
 from tailrace.terminal.plots import new_figure, save_figure
 from tailrace.terminal.tables import UNKNOWN, Column, print_columns
 
 #: Terms that are there whether they count or not: shown if their weight is not 0, and in the JSON.
-_WEIGHT_OF = {"e2e_s": "e2e", "ttft_s": "ttft", "late_s": "late"}
-_ALWAYS_KEPT = (*_WEIGHT_OF, "lost", "soft_late", "early")
-_NEVER_SHOWN = ("elapsed_s", "finished", "finished_tokens")
+_WEIGHT_OF = {TERMS[term]: weight for weight, term in TERM_OF_WEIGHT.items()}
+_NEVER_SHOWN = ("elapsed_s", "finished", "finished_tokens", "over_limit")
 RULE, LOOK_AHEAD, POLICY = "#818cf8", "#334155", "#0d9488"
 _COLOURS = {"rule": RULE, "look-ahead": LOOK_AHEAD, "policy": POLICY}
 
@@ -41,7 +42,7 @@ def print_headroom(console: Console, found: Headroom) -> None:
         Column(("", "P1"), [_short(p.raw.p01) for p in played], 5),
         Column(("", "P99"), [_short(p.raw.p99) for p in played], 5),
     ]
-    if found.reward.bound is not None:
+    if found.reward.bounds != (None, None):
         columns.insert(4, Column(("at", "bound"), [f"{p.at_bound:.0%}" for p in played], 1))
     columns += [
         Column(("", name), [_short(p.terms[name]) for p in played], 3)
@@ -56,8 +57,8 @@ def print_headroom(console: Console, found: Headroom) -> None:
 
 
 def _counts(term: str, found: Headroom) -> bool:
-    if term in _ALWAYS_KEPT:
-        return bool(getattr(found.reward, _WEIGHT_OF.get(term, term)))
+    if term in _WEIGHT_OF:
+        return bool(getattr(found.reward, _WEIGHT_OF[term]))
     return term not in _NEVER_SHOWN
 
 

@@ -139,8 +139,8 @@ def test_a_ppo_update_tells_what_there_is_to_know(tmp_path):
     told = update(method)
     assert told["samples"] == 4 * 16
     for name in ("entropy", "kl", "clip_fraction", "explained_variance", "grad_norm", "value_loss",
-                 "learning_rate", "raw_reward", "raw_reward_deviation", "share_at_bound",
-                 "terms/e2e_s", "features/in_flight_mean"):  # fmt: skip
+                 "learning_rate", "raw_reward", "raw_reward_deviation", "raw_reward_p99",
+                 "share_at_lower_bound", "terms/e2e_s", "features/in_flight_mean"):  # fmt: skip
         assert np.isfinite(told[name]), name
     assert (told["epsilon"], told["temperature"], told["pulse"]) == (0.2, 1.0, 0.0)
     assert told["behaviour_gap"] < 1e-4

@@ -195,8 +195,8 @@ def test_a_replica_that_is_gone_is_never_chosen():
 def test_rewards_at_the_bound_are_counted():
     tight = collect(task(warmup=8, reward=RewardSettings(bound=1e-6)))
     wide = collect(task(warmup=8, reward=RewardSettings(bound=1e6)))
-    assert tight.metrics["share_at_bound"] > 0.9
-    assert wide.metrics["share_at_bound"] == 0
+    assert tight.metrics["share_at_lower_bound"] > 0.9
+    assert wide.metrics["share_at_lower_bound"] == wide.metrics["share_at_upper_bound"] == 0
     assert tight.metrics["raw_reward"] == pytest.approx(wide.metrics["raw_reward"])
 
 

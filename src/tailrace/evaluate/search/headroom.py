@@ -15,7 +15,7 @@ from scipy.stats import spearmanr
 
 from tailrace.config import Scenario
 from tailrace.env.core import Core, EnvSettings
-from tailrace.env.reward import RewardSettings
+from tailrace.env.reward import AT_BOUND, RewardSettings
 from tailrace.errors import TailraceError
 from tailrace.evaluate.judge.bootstrap import bounds, resampled
 from tailrace.policy import registry
@@ -35,8 +35,6 @@ MIN_ROOM = 0.01
 MIN_RANGE = 0.01
 #: From these rank correlations with the composite cost on, the ranking is the same, or similar.
 SAME_RANKING, SIMILAR_RANKING = 0.9, 0.7
-#: A reward this near to its bound, as a share of it, counts as being at it.
-AT_BOUND = 0.95
 #: Up to this share of rewards at the bound does not matter.
 MAX_AT_BOUND = 0.01
 
@@ -171,7 +169,6 @@ class HeadroomEnv(Core):
         """
         rewards, raws, costs = steps[:, 0], steps[:, 1], steps[:, 2]
         terms = np.nanmean(steps[:, 3:], axis=(0, 2)).tolist()
-        bound = self.settings.reward.bound
         known = rewards[np.isfinite(rewards)]
         per_seed, cost_per_seed = np.nanmean(rewards, axis=0), np.nanmean(costs, axis=0)
         return RewardResult(
@@ -183,9 +180,14 @@ class HeadroomEnv(Core):
             costs_s=tuple(cost_per_seed.tolist()),
             magnitude=float(np.abs(known).mean()),
             raw=RewardDistribution.of(raws[np.isfinite(raws)]),
-            at_bound=0.0 if bound is None else float((np.abs(known) >= AT_BOUND * bound).mean()),
+            at_bound=_share_at_bounds(known, self.settings.reward),
             terms=dict(zip(self.reward.terms, terms, strict=True)),
         )
+
+
+def _share_at_bounds(rewards: Array, settings: RewardSettings) -> float:
+    low, high = (np.inf if bound is None else AT_BOUND * bound for bound in settings.bounds)
+    return float(((rewards <= -low) | (rewards >= high)).mean())
 
 
 def _own(policy: BuiltinPolicy) -> BuiltinPolicy:

@@ -140,7 +140,8 @@ class VidurWorld:
             now = float(view.request["now"])
             request, number = view.request, int(view.request["id"])
             slo_s, output = float(request["ttft_slo_s"]), int(self._outputs[number])
-            self._ledger.arrived(number, float(request["arrived_at"]), slo_s, output)
+            pace_s = float(request["tpot_slo_s"])
+            self._ledger.arrived(number, float(request["arrived_at"]), slo_s, output, pace_s)
             observe(view, out.replica_obs[0], out.request_obs[0])
             out.mask[0] = view.replicas["available"] != 0
         out.spread[0] = spread(self._simulator.replicas_view)

@@ -67,6 +67,11 @@ class Recording:
             raise TailraceError(
                 f"{self.decisions} decisions cannot be cut into chunks of {self.chunk}"
             )
+        if self.reward.needs_answer_lengths:
+            raise TailraceError(
+                "reward.tpot_late, tpot_soft_late and tpot_early need the length of every answer, "
+                "which only the simulator knows: set them to 0, or env = 'sim'"
+            )
         if self.reward.rule is not None:
             raise TailraceError(
                 f"reward.reference = {self.reward.rule} routes the same requests a second time, "

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tailrace.compiled import jit
 from tailrace.config import Scenario
 from tailrace.env.core import EnvSettings
-from tailrace.env.reward import Reward, RewardSettings
+from tailrace.env.reward import RAW_QUANTILES, Reward, RewardSettings
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
 from tailrace.policy.learned.architecture import NetworkConfig, Tensors, pack
@@ -110,8 +110,8 @@ class Rollout:
     group: int = 1
     names: tuple[str, ...] = ()  #: [C] scenario of each cluster, at the end
     metrics: dict[str, float] = field(default_factory=dict)
-    """Means per decision of each raw reward term (``terms/NAME``), raw reward, its deviation, share
-    of rewards at the bound."""
+    """Means per decision of each raw reward term (``terms/NAME``), raw reward, its deviation and
+    quantiles, shares of rewards at the lower and the upper bound."""
     action_share: F64 = field(default_factory=lambda: np.zeros(0))  #: [n] of all decisions
     replica_moments: F64 = field(default_factory=lambda: np.zeros((2, 0)))
     """[2, F] mean and deviation of each feature over the replicas that could be chosen."""
@@ -342,14 +342,14 @@ class RewardStatistics:
         self._reward = reward
         self._sums: dict[str, Any] = {}
         self._raw: list[F64] = []
-        self._at_bound: list[float] = []
+        self._at_bounds: list[tuple[float, float]] = []
 
     def add(self) -> None:
         """Take the last step in."""
         for name, values in self._reward.terms.items():
             self._sums[name] = self._sums.get(name, 0.0) + values
         self._raw.append(self._reward.raw)
-        self._at_bound.append(self._reward.share_at_bound())
+        self._at_bounds.append(self._reward.shares_at_bounds())
 
     def metrics(self) -> dict[str, float]:
         """Return their means; see Rollout.metrics."""
@@ -359,7 +359,12 @@ class RewardStatistics:
             **{f"terms/{name}": float(total.mean()) / steps for name, total in self._sums.items()},
             "raw_reward": float(raw.mean()),
             "raw_reward_deviation": float(raw.std()),
-            "share_at_bound": float(np.mean(self._at_bound)),
+            **{
+                f"raw_reward_{name}": float(np.quantile(raw, q))
+                for name, q in RAW_QUANTILES.items()
+            },
+            "share_at_lower_bound": float(np.mean([low for low, _ in self._at_bounds])),
+            "share_at_upper_bound": float(np.mean([high for _, high in self._at_bounds])),
         }
 
 

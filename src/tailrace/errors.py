@@ -11,6 +11,10 @@ class TailraceError(Exception):
     """
 
 
+class LatencyLimitWarning(UserWarning):
+    """Requests of an environment took longer than the limit it was given."""
+
+
 class RenamedSettingWarning(UserWarning):
     """A setting was given by a name that it no longer has.
 

@@ -9,7 +9,7 @@ from tailrace.config import Cluster, CostModel, Replica, Scenario, Workload, par
 from tailrace.env.reward import Reward, RewardSettings
 from tailrace.env.single_env import RouterEnv
 from tailrace.env.vector_env import RouterVectorEnv
-from tailrace.errors import TailraceError
+from tailrace.errors import LatencyLimitWarning, TailraceError
 from tailrace.sim import cost_accounts
 from tailrace.sim.fleet import Step, new_step
 from tailrace.view.objective import composite_cost
@@ -272,3 +272,56 @@ def check_ended(folder, settings, term, expected, tpot_slo_s) -> None:
         assert info["terms"][name] == pytest.approx(expected, abs=1e-9)
         sign = 1 if term.endswith("early") else -1
         assert value == pytest.approx(sign * 2.0 * expected, abs=1e-9)
+
+
+# ---- alarms -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("limit_s", "alarm"), [(E2E_S * 0.99, 1), (E2E_S * 1.01, 0)])
+def test_a_request_beyond_the_limit_is_counted(tmp_path, limit_s, alarm) -> None:
+    env = RouterEnv(lone_requests(tmp_path, 1.0), decisions=3, latency_limit_s=limit_s)
+    env.reset(seed=1)
+    _, _, terminated, truncated, info = env.step(0)
+    assert info["alarms"] == alarm
+    assert info["terms"]["over_limit"] == alarm
+    assert not terminated
+    assert not truncated
+
+
+def test_an_alarm_may_warn(tmp_path) -> None:
+    settings = {"latency_limit_s": 0.01, "latency_action": "warn"}
+    env = RouterEnv(lone_requests(tmp_path, 1.0), decisions=3, **settings)
+    env.reset(seed=1)
+    with pytest.warns(LatencyLimitWarning, match=r"1 requests took longer than .* 0\.01"):
+        env.step(0)
+
+
+def test_an_alarm_may_end_the_episode_at_a_cost(tmp_path) -> None:
+    world = lone_requests(tmp_path, 1.0)
+    settings = {"latency_limit_s": 0.01, "latency_action": "end", "latency_penalty": 7.0}
+    plain, limited = RouterEnv(world, decisions=3), RouterEnv(world, decisions=3, **settings)
+    for env in (plain, limited):
+        env.reset(seed=1)
+    (_, usual, *_), (_, value, terminated, truncated, _) = plain.step(0), limited.step(0)
+    assert (terminated, truncated) == (True, False)
+    assert value == pytest.approx(usual - 7.0)
+    with pytest.raises(TailraceError, match=r"call reset\(\)"):
+        limited.step(0)
+
+
+def test_many_clusters_terminate_one_by_one() -> None:
+    """The one that sends everything to the slower replica does so first."""
+    settings = {"latency_limit_s": 12.0, "latency_action": "end"}
+    env = RouterVectorEnv(2, WORLD, decisions=400, **settings)
+    env.reset(seed=1)
+    ends: list[tuple[int, int]] = []
+    for k in range(300):
+        _, _, terminated, truncated, info = env.step(np.array([1, k % 2]))
+        assert not truncated.any()
+        if terminated.any():
+            assert info["_final_obs"].tolist() == terminated.tolist()
+            assert (info["alarms"] > 0).tolist() == terminated.tolist()
+            ends += [(k, int(c)) for c in np.flatnonzero(terminated)]
+    assert ends[0][1] == 0
+    assert {c for _, c in ends} == {0, 1}
+    assert len({k for k, _ in ends}) == len(ends)

@@ -55,7 +55,7 @@ def play(
     starts = rng.random((steps, clusters)) < 0.05
     memory, memories, logits = network.first_memory(clusters), [], []
     for t in range(steps):
-        memories.append(memory.numpy().copy())
+        memories.append(memory[:, : network.config.memory].numpy().copy())
         memory = memory * ~torch.from_numpy(starts[t])[:, None]
         seen = (torch.from_numpy(a[t]) for a in (replica_obs, request_obs, mask))
         given = None if prior is None else torch.from_numpy(prior[t])
@@ -76,7 +76,8 @@ def play(
         replica_obs[-1],
         request_obs[-1],
         mask[-1],
-        memory.numpy(),
+        memory[:, : network.config.memory].numpy(),
+        np.zeros(clusters, np.bool_),
     )
     return Rollout(
         replica_obs[:-1],

@@ -88,12 +88,12 @@ def test_a_ramp_moves_load_and_reward_evenly():
 )  # fmt: skip
 def test_stages_that_make_no_sense(tmp_path, stages, message):
     with pytest.raises(TailraceError, match=message):
-        settings(tmp_path, {"method": "ppo", "curriculum": stages})
+        settings(tmp_path, {"advantage": "gae", "curriculum": stages})
 
 
 def test_a_stage_may_change_any_setting_of_the_reward(tmp_path):
     stage = {"name": "a", "reward": {"tpot_late": 0.5, "relative": 1.0, "reference": "round_robin"}}
-    given = settings(tmp_path, {"method": "ppo", "reward": {"e2e": 0.7}, "curriculum": [stage]})
+    given = settings(tmp_path, {"advantage": "gae", "reward": {"e2e": 0.7}, "curriculum": [stage]})
     found = given.reward_of(given.curriculum[0])
     assert (found.tpot_late, found.rule, found.e2e) == (0.5, "round_robin", 0.7)
     assert given.reward.tpot_late == 0

@@ -18,6 +18,7 @@ from tailrace.learn.improve.ppo_settings import PpoSettings  # noqa: E402
 from tailrace.learn.run_folder import COLUMNS, RunFolder  # noqa: E402
 from tailrace.learn.settings import BranchingSettings  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
+from tailrace.learn.worlds import FIGURE_NAMES  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
 
 pytestmark = pytest.mark.compiled
@@ -283,10 +284,10 @@ def test_the_table_of_a_run(stopped):
     assert float(rows[2]["entropy"]) > 0
 
 
-def _board(run):
+def _board(run, rule=""):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    board = EventAccumulator(str(run / "tensorboard"))
+    board = EventAccumulator(str(run / "tensorboard" / rule))
     board.Reload()
     return board
 
@@ -317,6 +318,8 @@ def test_everything_is_in_tensorboard(tmp_path):
         "terms/e2e_s", "terms/ttft_s", "terms/late_s", "features/in_flight_mean",
         "features/in_flight_deviation", "curriculum/stage", "clone/imitation_loss",
     }  # fmt: skip
+    wanted |= {f"evaluation/{name}" for name in ("score", *FIGURE_NAMES)}
+    wanted |= {f"share/sessions-hot-14/replica_{k}" for k in range(3)}
     assert wanted <= tags
     assert [event.value for event in board.Scalars("curriculum/stage")] == [0, 0, 0, 1]
     assert [event.step for event in board.Scalars("ppo/kl")] == [2, 3]
@@ -325,6 +328,24 @@ def test_everything_is_in_tensorboard(tmp_path):
     shares = board.Histograms("ppo/replica_share")[-1].histogram_value
     assert shares.num == 3
     assert shares.sum == pytest.approx(3)
+    _check_reference_curves(tmp_path / "run", board)
+
+
+def _check_reference_curves(run, board):
+    """Baselines have the same tags and steps as the policy, and the figures of baselines.json."""
+    baselines = json.loads((run / "baselines.json").read_text())
+    assert set(baselines) == {"least_outstanding", "round_robin"}
+    for rule, figures in baselines.items():
+        curves = _board(run, rule)
+        for name in ("score", *FIGURE_NAMES):
+            tag = f"evaluation/{name}"
+            found, ours = curves.Scalars(tag), board.Scalars(tag)
+            assert [event.step for event in found] == [event.step for event in ours]
+            assert [event.value for event in found] == pytest.approx([figures[name]] * len(ours))
+    assert not (run / "tensorboard" / "random").exists()  # not a baseline of this run
+    for row in log(run):
+        for name in FIGURE_NAMES:
+            assert float(row[name]) > 0, name
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -15,7 +15,8 @@ from learn.tiny import (  # noqa: E402
     settings,
     train,
 )
-from tailrace.errors import TailraceError  # noqa: E402
+from tailrace.errors import RenamedSettingWarning, TailraceError  # noqa: E402
+from tailrace.learn import settings as s  # noqa: E402
 from tailrace.learn.improve.learner import Learner  # noqa: E402
 from tailrace.learn.samples import Samples, write_samples  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
@@ -331,3 +332,53 @@ def test_a_run_whose_normaliser_nothing_teaches_is_told(tmp_path):
     assert "nothing teaches the normaliser" in caution
     assert settings(tmp_path, scratch | {"ppo": {"norm_updates": 3}}).cautions == []
     assert settings(tmp_path).cautions == []
+
+
+def test_a_clone_that_prefers_nothing_is_explained(tmp_path, monkeypatch):
+    """A clone of random takes the best of nearly equal choices, however bad that is."""
+    monkeypatch.setattr("tailrace.learn.trainer.WORTH_EXPLAINING", 0.5)
+    watcher = Noted()
+    over = {
+        "demonstrations": {"rounds": 1, "teachers": {"random": 1, "lookahead": 0}},
+        "updates": 0,
+        "stopping": {"collapse_share": 0.4},
+    }
+    train(tmp_path, over, watcher=watcher)
+    (note,) = [note for note in watcher.notes if "clone" in note]
+    assert "hardly prefers one replica" in note
+    assert watcher.metrics[0]["clone_entropy_fraction"] > 0.9
+    sure = Noted()
+    (tmp_path / "sure").mkdir()
+    train(tmp_path / "sure", {"updates": 0}, watcher=sure)
+    assert sure.metrics[-1]["clone_entropy_fraction"] < 0.9
+    assert sure.notes == []
+
+
+@pytest.mark.parametrize("action", ["count", "warn", "end"])
+def test_requests_beyond_the_latency_limit_raise_alarms(tmp_path, action):
+    watcher = Noted()
+    limit = {"latency_limit_s": 0.5, "latency_action": action, "latency_penalty": 3.0}
+    train(
+        tmp_path, {"advantage": "gae", "objective": "clipped", "stopping": limit}, watcher=watcher
+    )
+    rows = [row for row in log(tmp_path / "run") if row["phase"] != "clone"]
+    assert all(float(row["alarms"]) > 0 for row in rows)
+    assert bool([note for note in watcher.notes if "longer than 0.5 s" in note]) == (
+        action == "warn"
+    )
+
+
+def test_the_latency_limit_may_be_called_safety(tmp_path):
+    data = {}
+    with pytest.warns(RenamedSettingWarning, match="stopping"):
+        s.assign(data, "safety.latency_limit_s", 4.0)
+    assert settings(tmp_path, data).stopping.limit.latency_limit_s == 4.0
+    with pytest.raises(TailraceError, match="'end' needs env = 'sim'"):
+        settings(
+            tmp_path,
+            {
+                "advantage": "gae",
+                "env": "vidur",
+                "stopping": {"latency_limit_s": 4.0, "latency_action": "end"},
+            },
+        )

@@ -106,9 +106,13 @@ class Noted(Silent):
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.metrics: list[Mapping[str, Any]] = []
+        self.notes: list[str] = []
 
     def phase(self, name: str) -> None:
         self.phases.append(name)
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
         self.metrics.append(metrics)

@@ -16,6 +16,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "memory": {"memory": 7},
     "decoupled": {"decoupled_critic": True},
     "prior": {"prior": "load_aware", "prior_weight": 1.5},
+    "critic_memory": {"memory": 4, "decoupled_critic": True, "critic_memory": 5},
     "all": {"memory": 3, "decoupled_critic": True, "prior": "cache_aware"},
 }
 

@@ -19,7 +19,7 @@ SECTION = "reward"
 
 
 #: Types of options whose setting is no number.
-_TYPES: dict[Any, click.ParamType] = {str: click.STRING, bool: click.BOOL}
+_TYPES: dict[Any, Any] = {str: click.STRING, bool: click.BOOL}
 
 
 @cache

@@ -1,5 +1,6 @@
 """Shared by all environments: a fleet, the episodes its clusters play, and the reward."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import reduce
@@ -8,15 +9,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Settings
 from tailrace.env.episodes import Episode, Episodes, Worlds
+from tailrace.env.latency_limit import LatencyLimit
 from tailrace.env.reward import Reward, RewardSettings
-from tailrace.errors import TailraceError
+from tailrace.errors import LatencyLimitWarning, TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.observation import LIMIT, N_REPLICA_FEATURES, N_REQUEST_FEATURES
 from tailrace.seeds import SEEDS_PER_PURPOSE, Purpose, require, seeds
-from tailrace.sim import engine
+from tailrace.sim import cost_accounts, engine
 from tailrace.sim.allocation import Allocation, new_fleet, new_tables
 from tailrace.sim.build import lay_out, set_up
 from tailrace.sim.fleet import NO_ACTION, SKIP, begin, follow, new_step, step_fleet
@@ -26,11 +27,11 @@ Array = NDArray[np.float64]
 Observation = dict[str, NDArray[Any]]
 
 
-class EnvSettings(Settings):
+class EnvSettings(LatencyLimit):
     """An environment's episodes and reward."""
 
     decisions: int = 2048
-    """Decisions per episode; every end is a truncation."""
+    """Decisions per episode; its end is a truncation."""
     max_replicas: int | None = None
     """Replicas there is room for in an observation; default: the largest cluster's."""
     group: int = 1
@@ -58,6 +59,10 @@ class EpisodicClusters(ABC):
         self.reward = Reward(settings.reward, n)
         self.step_out = new_step(n, self.replicas)
         self.decisions = np.zeros(n, np.int64)
+        self.alarms = np.zeros(n, np.int64)
+        """[n] requests beyond the latency limit that ended in the last step."""
+        self.terminated = np.zeros(n, np.bool_)
+        """[n] episodes that an alarm ended in the last step."""
 
     @abstractmethod
     def reset(self, episode_seeds: Sequence[int]) -> None:
@@ -66,6 +71,25 @@ class EpisodicClusters(ABC):
     @abstractmethod
     def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
         """Carry out actions [n]; return rewards [n] and which episodes are over [n]."""
+
+    def _result(self, rewards: Array) -> tuple[Array, NDArray[np.bool_]]:
+        """Return rewards [n] after alarms, and which episodes are over [n]."""
+        out, settings = self.step_out, self.settings
+        over = (self.decisions >= settings.decisions) | (out.status == engine.OVER)
+        if settings.latency_limit_s is None:
+            return rewards, over
+        self.alarms = out.terms[:, cost_accounts.OVER_LIMIT].astype(np.int64)
+        if settings.warns and self.alarms.any():
+            warnings.warn(
+                f"{self.alarms.sum()} requests took longer than latency_limit_s = "
+                f"{settings.latency_limit_s:g}",
+                LatencyLimitWarning,
+                stacklevel=4,
+            )
+        if not settings.ends_episodes:
+            return rewards, over
+        self.terminated = self.alarms > 0
+        return rewards - settings.latency_penalty * self.terminated, over | self.terminated
 
     def draw_seeds(self, rng: np.random.Generator, count: int) -> list[int]:
         """Draw training seeds, one per group of clusters."""
@@ -199,6 +223,7 @@ class Core(EpisodicClusters):
                 episode.seed,
             )
             reward.shape(fleet.clusters[c])
+            fleet.clusters[c]["latency_limit"] = self.settings.latency_limit_s or np.inf
         begin(self.step_out, c)
         begin(self._reference_out, c)
 
@@ -231,8 +256,7 @@ class Core(EpisodicClusters):
                 self._reference_out,
             )
             reference_cost = self._reference_out.cost
-        over = (self.decisions >= self.settings.decisions) | (self.step_out.status == engine.OVER)
-        return self.reward(self.step_out, reference_cost), over
+        return self._result(self.reward(self.step_out, reference_cost))
 
     def _check(self) -> None:
         stuck = np.flatnonzero(self.step_out.status == engine.STUCK)

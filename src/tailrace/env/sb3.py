@@ -34,17 +34,18 @@ class RouterVecEnv(VecEnv):
 
     def step_wait(self) -> tuple[Observation, NDArray[Any], NDArray[Any], list[dict[str, Any]]]:
         """Carry the actions out."""
-        observation, rewards, _, truncated, info = self.env.step(self._actions)
+        observation, rewards, terminated, truncated, info = self.env.step(self._actions)
+        over = terminated | truncated
         infos: list[dict[str, Any]] = [{} for _ in range(self.num_envs)]
-        for c in np.flatnonzero(truncated):
+        for c in np.flatnonzero(over):
             final = {name: array[c] for name, array in info["final_obs"].items()}
             episode = info["final_info"]["episode"]
             infos[c] = {
                 "terminal_observation": final,
-                "TimeLimit.truncated": True,
+                "TimeLimit.truncated": bool(truncated[c]),
                 "episode": {"r": float(episode["r"][c]), "l": int(episode["l"][c]), "t": 0.0},
             }
-        return observation, rewards.astype(np.float32), truncated, infos
+        return observation, rewards.astype(np.float32), over, infos
 
     def close(self) -> None:
         """Close the environment."""

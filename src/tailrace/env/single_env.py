@@ -14,7 +14,8 @@ from tailrace.seeds import Purpose, require
 class RouterEnv(gymnasium.Env[Observation, np.int64]):
     """A simulated cluster; an action is the replica the current request is sent to.
 
-    See RouterVectorEnv for what is observed. Every end is a truncation.
+    See RouterVectorEnv for what is observed. An episode ends by truncation, unless an alarm ends it
+    (``latency_limit_s``).
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012 (Gymnasium's way)
@@ -61,9 +62,12 @@ class RouterEnv(gymnasium.Env[Observation, np.int64]):
             "cost_s": float(self.core.step_out.cost[0]),
             "terms": {name: float(values[0]) for name, values in reward.terms.items()},
             "raw_reward": float(reward.raw[0]),
+            "alarms": int(self.core.alarms[0]),
         }
         self._over = bool(over[0])
-        return self._observation(), float(rewards[0]), False, self._over, info
+        terminated = bool(self.core.terminated[0])
+        truncated = self._over and not terminated
+        return self._observation(), float(rewards[0]), terminated, truncated, info
 
     def _observation(self) -> Observation:
         return {name: array[0].copy() for name, array in self.core.observation().items()}

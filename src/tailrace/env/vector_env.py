@@ -19,8 +19,9 @@ class RouterVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
 
     Observations are dictionaries: ``replicas`` [n, N, F], ``request`` [n, G] (see
     policy/learned/observation.py) and ``mask`` [n, N], 1 where a replica may be chosen. An episode
-    always ends by truncation, after ``decisions`` decisions, and the next one begins in the same
-    step: the observation is then that of the new episode and ``info["final_obs"]`` that of the old.
+    ends by truncation, after ``decisions`` decisions, or by an alarm (``latency_limit_s``), and the
+    next one begins in the same step: the observation is then that of the new episode and
+    ``info["final_obs"]`` that of the old.
     """
 
     metadata: dict[str, Any] = {  # noqa: RUF012 (Gymnasium's way)
@@ -80,11 +81,13 @@ class RouterVectorEnv(VectorEnv[Observation, NDArray[np.int64], NDArray[Any]]):
             "cost_s": self.core.step_out.cost.copy(),
             "terms": reward.terms,
             "raw_reward": reward.raw,
+            "alarms": self.core.alarms,
         }
+        terminated = self.core.terminated
         self._returns += rewards
         if over.any():
             self._autoreset(over, info)
-        return self._observation(), rewards, np.zeros(self.num_envs, np.bool_), over, info
+        return self._observation(), rewards, terminated, over & ~terminated, info
 
     def _autoreset(self, over: NDArray[np.bool_], info: dict[str, Any]) -> None:
         info["final_obs"] = {k: v.copy() for k, v in self.core.observation().items()}

@@ -21,13 +21,15 @@ PLACES = 64
 class CostLedger:
     """Cost accounts of one cluster. Times in s, of one clock, which need not begin at 0."""
 
-    def __init__(self, reward: RewardSettings | None = None) -> None:
+    def __init__(
+        self, reward: RewardSettings | None = None, latency_limit_s: float | None = None
+    ) -> None:
         """Begin without requests; ``reward`` gives targets and curves."""
         reward = reward or RewardSettings()
         self._cluster: Any = np.zeros(1, CLUSTER)[0]
         self._cluster["deadline_next"] = self._cluster["deadline_last"] = -1
         self._cluster["late_share"] = 1.0
-        self._cluster["latency_limit"] = np.inf
+        self._cluster["latency_limit"] = latency_limit_s or np.inf
         reward.shape(self._cluster)
         self._requests = np.zeros(PLACES, REQUEST_STATE)
         self._facts = np.zeros(PLACES, REQUEST_FACT)

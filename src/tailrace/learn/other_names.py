@@ -32,7 +32,10 @@ _HIDDEN = _alias("network.hidden", note="LayerNorm and GELU are always there")
 _BALANCE = _alias(
     "reward.balance", note="per second, of the coefficient of variation of requests in flight"
 )
-_BOUND = _instead("reward.bound, a soft bound; off by default")
+_BOUND = _instead(
+    "reward.bound upwards and reward.bound_low downwards (8 and 4 for [+8, -4]), with "
+    "reward.hard_bound to cut instead of bend; there is none unless it is set"
+)
 _DERIVED = _instead("nothing: sizes follow from the features and the cluster")
 _VALUE = _alias("ppo.value_weight")
 _PER_DECISION = "needs ppo.discount_by = 'decision'; the default is a half-life in seconds"
@@ -42,20 +45,20 @@ OTHER_NAMES: dict[str, OtherName] = {
     "entropy_coef": _ENTROPY,
     "c_2": _ENTROPY,
     "entropy_schedule": _instead(
-        "exploration.entropy_start, exploration.entropy_end and exploration.entropy_updates"
+        "exploration.entropy_points, pairs of update and weight, or exploration.entropy_start, "
+        "exploration.entropy_end and exploration.entropy_updates"
     ),
     "entropy_min": _instead(
         "exploration.entropy_floor, as a share of the entropy of a uniform choice: 0.5 nats on 4 "
         "replicas are 0.36"
     ),
     "enable_dynamic_temperature": _instead(
-        "exploration.temperature_start and exploration.temperature_end, and "
-        "exploration.pulse_factor above 1 for pulses"
+        "exploration.temperature_entropy, the entropy to hold; exploration.temperature_points for "
+        "a schedule; exploration.pulse_factor above 1 for pulses"
     ),
     "temperature": _alias("exploration.temperature_start"),
-    "pulse_interval": _instead(
-        "exploration.pulse_patience: pulses start after that many evaluations without a better "
-        "score, or when the policy falls behind a rule"
+    "pulse_interval": _alias(
+        "exploration.pulse_interval", note="counted in updates; needs pulse_factor"
     ),
     "pulse_magnitude": _alias("exploration.pulse_factor"),
     "stagnation_threshold": _alias(
@@ -83,12 +86,10 @@ OTHER_NAMES: dict[str, OtherName] = {
     "n_envs": _alias("ppo.clusters"),
     "learning_rate": _alias("ppo.learning_rate"),
     # reward
-    "latency_threshold": _instead(
-        "the target of the scenario, workload.ttft_slo_s: it is for the time to first token"
+    "latency_threshold": _alias(
+        "reward.e2e_target_s", note="s; the target for first tokens is the scenario's"
     ),
-    "latency_penalty_scale": _alias(
-        "reward.late", note="cost of a second past the target, without a first token"
-    ),
+    "latency_penalty_scale": _alias("reward.e2e_late", note="cost of a second past the target"),
     "latency_penalty_slope": _instead("reward.soft_scale, as a multiple of the target"),
     "load_balance_penalty": _BALANCE,
     "balance_penalty_weight": _BALANCE,
@@ -96,11 +97,11 @@ OTHER_NAMES: dict[str, OtherName] = {
         "nothing: it follows the measured arrival rate; reward.throughput weights what is missing"
     ),
     "absolute_weight": _instead(
-        "reward.e2e, reward.ttft and reward.late, the weights of the latencies themselves"
+        "reward.e2e, reward.ttft, reward.late and reward.e2e_late, the weights of the latencies"
     ),
     "delta_weight": _alias("reward.improvement"),
     "alpha": _instead("reward.throughput against reward.e2e and reward.ttft"),
-    "kappa": _alias("reward.soft_late"),
+    "kappa": _alias("reward.e2e_soft_late", note="weight of the logistic penalty"),
     "sigma": _instead("reward.soft_scale, as a multiple of the target: 2 s of 6 s are 0.33"),
     "clip_range": _BOUND,
     "reward_clipping": _BOUND,

@@ -10,6 +10,9 @@ class Watcher(Protocol):
     def phase(self, name: str) -> None:
         """Something else begins."""
 
+    def note(self, text: str) -> None:
+        """Something that the user should know."""
+
     def tasks(self, done: int, total: int) -> None:
         """So many tasks of the step are done."""
 
@@ -21,6 +24,9 @@ class Silent:
     """Watches nothing."""
 
     def phase(self, name: str) -> None:
+        """Ignore it."""
+
+    def note(self, text: str) -> None:
         """Ignore it."""
 
     def tasks(self, done: int, total: int) -> None:

@@ -4,6 +4,7 @@ settings.json          what was asked for
 state.safetensors      all that is needed to go on exactly where the run stopped
 checkpoints/N.tailrace the policy after step N
 best.tailrace          the best one by the evaluations
+baselines.json         figures of the rules on the traffic of the evaluations
 last.tailrace          the latest one
 log.csv, tensorboard/  figures of every step
 health.json            verdict at the end
@@ -28,12 +29,15 @@ from tailrace.env.reward import RAW_QUANTILES
 from tailrace.errors import RenamedSettingWarning, TailraceError
 from tailrace.files import atomic_path
 from tailrace.learn.settings import TrainSettings
+from tailrace.learn.worlds import FIGURE_NAMES
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import SKETCH
 from tailrace.policy.learned.network import Network
 
 Arrays = dict[str, NDArray[Any]]
 _STATE, _SETTINGS, _DIGEST = "state", "settings", "sha256"
+#: Rules whose figures are drawn beside the policy's in TensorBoard, if they are baselines.
+REFERENCE_RULES = ("random", "round_robin", "least_outstanding")
 #: Columns of log.csv; TensorBoard has these and everything else.
 COLUMNS = (
     "step", "phase", "stage", "seconds", "samples", "steps_per_s", "loss", "policy_loss",
@@ -42,7 +46,8 @@ COLUMNS = (
     "epsilon", "entropy_weight", "pulse", "raw_reward", "raw_reward_deviation",
     *(f"raw_reward_{name}" for name in RAW_QUANTILES), "share_at_lower_bound",
     "share_at_upper_bound", "score",
-    "score_vs_best_rule", "ttft_p99_s", "e2e_mean_s", "largest_share", "best", "red_flag",
+    "score_vs_best_rule", *FIGURE_NAMES, "largest_share", "best", "red_flag",
+    "alarms",
 )  # fmt: skip
 
 
@@ -57,6 +62,7 @@ class RunFolder:
         self._settings, self._state = path / "settings.json", path / "state.safetensors"
         self._log = path / "log.csv"
         self._board: Any = None
+        self._rule_boards: dict[str, Any] = {}
 
     def check_free(self) -> None:
         """Refuse a folder in which no run can be begun."""
@@ -244,10 +250,29 @@ class RunFolder:
                 self._board.add_histogram(f"{phase}/{name}", value, step)
         self._board.flush()
 
+    def log_rules(self, step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
+        """Write the figures of rules to TensorBoard, as runs of their own beside the policy's."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        try:
+            for rule in REFERENCE_RULES:
+                if rule not in figures:
+                    continue
+                if rule not in self._rule_boards:
+                    self._rule_boards[rule] = SummaryWriter(
+                        str(self.path / "tensorboard" / rule), purge_step=step or None
+                    )
+                for name, value in figures[rule].items():
+                    self._rule_boards[rule].add_scalar(f"evaluation/{name}", value, step)
+                self._rule_boards[rule].flush()
+        except OSError as error:
+            raise self._cannot_log(error) from None
+
     def close(self) -> None:
         """Close the logs."""
-        if self._board is not None:
-            self._board.close()
+        for board in (self._board, *self._rule_boards.values()):
+            if board is not None:
+                board.close()
 
 
 def _parse_settings(data: dict[str, Any]) -> TrainSettings:

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from tailrace import config
 from tailrace.config import Positive, Scenario, Settings, VidurSettings, load_toml
+from tailrace.env.latency_limit import LatencyLimit
 from tailrace.env.reward import RewardSettings
 from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 from tailrace.learn import other_names
@@ -213,7 +214,7 @@ class EvaluationSettings(Settings):
     """Requests per world."""
     baselines: tuple[str, ...] = (
         "least_outstanding", "round_robin", "lmetric", "load_aware", "least_predicted_ttft",
-        "least_pending_uncached", "cache_aware", "llm_d",
+        "least_pending_uncached", "cache_aware", "llm_d", "random",
     )  # fmt: skip
     """Baseline rules; costs are divided by that of the first."""
     checkpoint_every: Count = 1
@@ -233,8 +234,8 @@ class EvaluationSettings(Settings):
         return self
 
 
-class StoppingSettings(Settings):
-    """When to stop an unsuccessful run."""
+class StoppingSettings(LatencyLimit):
+    """When to stop an unsuccessful run, and what to do about requests that take too long."""
 
     RENAMED: ClassVar = {"behind": "patience", "dead_deviation": "min_reward_std"}
 
@@ -245,6 +246,12 @@ class StoppingSettings(Settings):
     """Stop if one replica gets this share of the requests in every world of an evaluation."""
     min_reward_std: float = Field(default=1e-9, ge=0)
     """Stop if the reward varies by less than this from decision to decision."""
+
+    @property
+    def limit(self) -> LatencyLimit:
+        """The latency limit alone, as rollouts get it: it is the trainer that warns."""
+        found = self.model_dump(include=set(LatencyLimit.model_fields))
+        return LatencyLimit(**found | ({"latency_action": "count"} if self.warns else {}))
 
 
 class TrainSettings(Settings):
@@ -445,9 +452,7 @@ class TrainSettings(Settings):
                 "epsilon needs advantage = 'gae' or 'grouped'"
             )
         if any(s.reward_changes for s in self.curriculum):
-            raise ValueError(
-                "stages that change the reward need advantage = 'gae' or 'grouped'"
-            )
+            raise ValueError("stages that change the reward need advantage = 'gae' or 'grouped'")
 
     def _check_env(self) -> None:
         """Raise if the world cannot be played in like this."""
@@ -465,6 +470,11 @@ class TrainSettings(Settings):
             raise ValueError(
                 f"{where} needs advantage = 'gae' or 'grouped': only the simulator can be copied, "
                 "and branching tries choices in copies"
+            )
+        if self.stopping.ends_episodes:
+            raise ValueError(
+                f"stopping.latency_action = 'end' needs env = 'sim'; with {where} alarms are only "
+                "counted or shown"
             )
         if self.reward.rule is not None:
             raise ValueError(

@@ -5,7 +5,7 @@ number of the step and the state before it, so a resumed run equals an uninterru
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
@@ -51,6 +51,15 @@ __all__ = ["Outcome", "RunState", "Silent", "Trainer", "Watcher"]
 TORCH_THREADS = 1
 
 
+#: Replicas of a scenario whose share of the requests is logged one by one.
+SHARES_SHOWN = 16
+#: Entropy of a clone, as a share of that of a uniform choice, from which on it prefers nothing, and
+#: the multiple of the best rule's cost that is then explained.
+NEAR_UNIFORM, WORTH_EXPLAINING = 0.9, 1.5
+#: Demonstrations that a clone's entropy is measured on, of each cluster size.
+ENTROPY_ROWS = 4096
+
+
 @dataclass
 class RunState:
     """Where a run stands."""
@@ -63,6 +72,7 @@ class RunState:
     exploration: dict[str, float] = field(default_factory=dict)
     curriculum: dict[str, int] = field(default_factory=dict)
     rule_costs: dict[str, list[float]] = field(default_factory=dict)
+    rule_figures: dict[str, dict[str, float]] = field(default_factory=dict)
     capacities: list[tuple[str, float]] = field(default_factory=list)
     scenarios: list[str] = field(default_factory=list)  #: digests
 
@@ -127,6 +137,7 @@ class Trainer:
         self.validation.rule_costs = {
             rule: tuple(costs) for rule, costs in self.state.rule_costs.items()
         }
+        self.validation.rule_figures = self.state.rule_figures
         self.exploration = Exploration(settings.exploration)
         self.curriculum = Curriculum(settings.curriculum, settings.reward)
         self.behind = stopping.EvaluationsBehind(settings.stopping, self.state.behind)
@@ -137,6 +148,7 @@ class Trainer:
         self._imitation_data: list[fit.ImitationDataset] = []
         self._improvement: Improvement | None = None
         self._validation_result: ValidationResult | None = None
+        self._clone_entropy = 0.0  # of the latest clone, as a share of a uniform choice's
         self._rows: list[dict[str, float]] = []
         if arrays:
             self._restore(arrays)
@@ -154,6 +166,8 @@ class Trainer:
                 self.state.rule_costs = {
                     rule: list(costs) for rule, costs in self.validation.rule_costs.items()
                 }
+                self.state.rule_figures = self.validation.rule_figures
+                self.folder.write_json("baselines.json", self.validation.rule_figures)
             if self.settings.start and self.state.best_score is None:
                 self._evaluate(-1)  # what it starts from may be the best there is
             while self.state.step < self.settings.steps:
@@ -191,6 +205,8 @@ class Trainer:
         self.state.seconds = metrics["seconds"] = time.monotonic() - started
         # First the log: what it says of a step whose state was not saved is forgotten on resuming.
         self.folder.log(step, metrics)
+        if "score" in metrics:
+            self.folder.log_rules(step, self.validation.rule_figures)
         self._save(last)
         self.watcher.step(step + 1, self.settings.steps, metrics)
 
@@ -204,7 +220,20 @@ class Trainer:
         metrics = self._improvement.update(
             number, self.curriculum.stage, rng, self._imitation_data, self.watcher.tasks
         )
-        return {"loss": metrics["policy_loss"], **metrics}
+        return {"loss": metrics["policy_loss"], **metrics, **self._alarms(number, metrics)}
+
+    def _alarms(self, number: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Count the requests of an update that exceeded the latency limit, and say so if wanted."""
+        limit, share = self.settings.stopping, metrics.get("terms/over_limit")
+        if limit.latency_limit_s is None or share is None:
+            return {}
+        alarms = float(round(share * metrics["samples"]))
+        if alarms and limit.warns:
+            self.watcher.note(
+                f"update {number + 1}: {alarms:.0f} requests took longer than "
+                f"{limit.latency_limit_s:g} s"
+            )
+        return {"alarms": alarms}
 
     def _start_improvement(self) -> Improvement:
         return Improvement(
@@ -260,9 +289,15 @@ class Trainer:
             temperature_s=d.temperature_s,
             rng=torch.Generator().manual_seed(self._seed("cloning", round_)),
         )
+        self._clone_entropy = entropy_fraction(self.network, self._demonstrations)
         if round_ + 1 == d.rounds:
             self._keep_demonstrations()
-        return {"loss": loss, "imitation_loss": loss, "samples": float(sum(map(len, new)))}
+        return {
+            "loss": loss,
+            "imitation_loss": loss,
+            "samples": float(sum(map(len, new))),
+            "clone_entropy_fraction": self._clone_entropy,
+        }
 
     def _collect(self, round_: int, behaviour: Network | None = None) -> list[Samples]:
         """Collect the demonstrations of a round; the teacher drives until there is a student."""
@@ -318,23 +353,46 @@ class Trainer:
         best_rule = self.validation.best_rule
         is_best = self._keep_if_best(self.network, result, step)
         update = step - self.settings.demonstrations.rounds
-        flag = False
+        flag = uniform = False
         if update >= 0:
             flag = self.behind.update(result.score, best_rule)
             self.exploration.after_evaluation(update, result.score)
             if flag:
                 self.exploration.red_flag(update)
-        stopping.check_collapse(result, self.settings.stopping)
+        elif self._is_near_uniform(result):
+            self.watcher.note(
+                "the clone hardly prefers one replica to another (entropy "
+                f"{self._clone_entropy:.0%} of a uniform choice), and an evaluation always takes "
+                f"the best: one replica gets {max(result.largest_shares):.0%} of the requests. "
+                f"Hence the cost of {result.score / best_rule[1]:.1f} times the best rule's; "
+                "training draws its choices"
+            )
+            uniform = True
+        if not uniform:
+            stopping.check_collapse(result, self.settings.stopping)
         return {
             "score": result.score,
             "score_vs_best_rule": result.score / best_rule[1],
-            "ttft_p99_s": result.ttft_p99_s,
-            "e2e_mean_s": result.e2e_mean_s,
+            **result.figures,
+            **{f"evaluation/{name}": value for name, value in result.figures.items()},
+            "evaluation/score": result.score,
+            **{
+                f"share/{name}/replica_{k}": share
+                for name, shares in result.scenario_shares.items()
+                for k, share in enumerate(shares[:SHARES_SHOWN])
+            },
             "largest_share": max(result.largest_shares),
             "replica_share": result.relative_shares,
             "best": int(is_best),
             "red_flag": int(flag),
         }
+
+    def _is_near_uniform(self, result: ValidationResult) -> bool:
+        """Whether a clone does badly only because the best of nearly equal choices is taken."""
+        return (
+            self._clone_entropy >= NEAR_UNIFORM
+            and result.score >= WORTH_EXPLAINING * self.validation.best_rule[1]
+        )
 
     def _keep_if_best(self, network: Network, result: ValidationResult, step: int) -> bool:
         """Make a policy the best one of the run if it is; returns whether it is."""
@@ -458,7 +516,8 @@ class Trainer:
 
     def _run_state(self, numbers: dict[str, Any]) -> RunState:
         names = {part.name for part in fields(RunState)}
-        if not isinstance(numbers, dict) or set(numbers) != names:
+        # Version 0.1 kept no figures of rules.
+        if not isinstance(numbers, dict) or {*numbers, "rule_figures"} != names:
             raise TailraceError(
                 f"the state of {self.folder.path} was saved by another version of Tailrace; go on "
                 "with that one, or begin a new run"
@@ -484,6 +543,26 @@ class Trainer:
 
 def _compiled_policy(network: Network) -> CompiledPolicy:
     return CompiledPolicy(LEARNED_CODE, pack(network.config, network.tensors()))
+
+
+@torch.no_grad()
+def entropy_fraction(network: Network, demonstrations: Sequence[Samples]) -> float:
+    """Return the mean entropy of a policy's choices, as a share of that of a uniform choice."""
+    total = most = 0.0
+    for samples in demonstrations:
+        rows = samples.head(ENTROPY_ROWS)
+        mask = torch.from_numpy(rows.mask)
+        logits, _, _ = network.step(
+            torch.from_numpy(rows.replica_obs),
+            torch.from_numpy(rows.request_obs),
+            mask,
+            torch.from_numpy(rows.memory),
+            torch.from_numpy(rows.prior).float(),
+        )
+        log_policy = torch.log_softmax(logits, -1).masked_fill(~mask, 0.0)
+        total -= float((log_policy.exp() * log_policy * mask).sum())
+        most += float(mask.sum(-1).double().log().sum())
+    return total / max(most, 1e-9)
 
 
 def _digest(file: Path) -> str:

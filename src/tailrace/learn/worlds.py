@@ -1,5 +1,6 @@
 """Worlds to learn in: a scenario with traffic of its own, and the work done in it by a process."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -7,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.config import Scenario
-from tailrace.evaluate.measure.metrics import summarise
+from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.learn import kernels
 from tailrace.learn.samples import Samples
 from tailrace.policy import registry
@@ -124,9 +125,31 @@ class WorldScore:
     """How a world went."""
 
     cost_s: float  #: mean composite cost of a request, and what the world adds for the tail
-    ttft_p99_s: float | None
-    e2e_mean_s: float | None
+    figures: Mapping[str, float | None]  #: of FIGURE_NAMES; None: no request has it
     shares: tuple[float, ...]  #: of the requests, per replica
+
+
+#: What is logged of an evaluation, besides cost and score.
+FIGURE_NAMES = (
+    *(f"{latency}_{p}_s" for latency in ("ttft", "tpot", "e2e") for p in ("p50", "p90", "p99")),
+    "e2e_mean_s", "requests_per_s", "batch_size", "imbalance",
+)  # fmt: skip
+
+
+def figures_of(summary: Summary) -> dict[str, float | None]:
+    """Return the figures of FIGURE_NAMES."""
+    latencies = {"ttft": summary.ttft_s, "tpot": summary.tpot_s, "e2e": summary.e2e_s}
+    found = {
+        f"{name}_{p}_s": getattr(latency, p)
+        for name, latency in latencies.items()
+        for p in ("p50", "p90", "p99")
+    }
+    return found | {
+        "e2e_mean_s": summary.e2e_s.mean,
+        "requests_per_s": summary.requests_per_s,
+        "batch_size": summary.mean_batch_size,
+        "imbalance": summary.imbalance,
+    }
 
 
 def label(task: LabelTask) -> Samples:
@@ -218,7 +241,6 @@ def score(task: ScoreTask) -> WorldScore:
     tail_s = kernels.tail_s(fleet.requests[0], facts, 0, cluster["highest"], 0.0)
     return WorldScore(
         summary.cost_s + task.world.tail_weight * tail_s / task.world.requests,
-        summary.ttft_s.p99,
-        summary.e2e_s.mean,
+        figures_of(summary),
         tuple(summary.replica_share),
     )

@@ -11,6 +11,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from tailrace.learn.trainer import Outcome
 
@@ -23,6 +24,8 @@ METRICS = (
     ("score_vs_best_rule", "vs best rule", ".4f"),
     ("ttft_p99_s", "P99 TTFT s", ".3f"),
 )
+#: What is said of a step if these are not zero.
+MARKS = (("red_flag", "red flag: behind the best rule"), ("pulse", "pulse"))
 LINES = 8
 
 
@@ -71,6 +74,11 @@ class LiveWatcher:
         self._bar.reset(self._tasks, description=name, total=None, visible=True)
         self._refresh()
 
+    def note(self, text: str) -> None:
+        """Print a sentence above the picture, or as a line."""
+        if self._show:
+            self._console.print(Text(f"note: {text}"))
+
     def tasks(self, done: int, total: int) -> None:
         """So many tasks of the step are done."""
         self._bar.update(self._tasks, completed=done, total=total)
@@ -96,7 +104,7 @@ class LiveWatcher:
             )
             begun = _minutes(now - self._started)
             print(
-                f"{begun} step {step}/{steps} {metrics['phase']}: {shown}",
+                f"{begun} step {step}/{steps} {metrics['phase']}: {shown}{marks(metrics)}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -111,11 +119,20 @@ class LiveWatcher:
         table.add_column("phase")
         for _, heading, _ in METRICS:
             table.add_column(heading, justify="right")
+        table.add_column("")
         for step, metrics in self._rows:
             cells = [f"{metrics[n]:{form}}" if n in metrics else "" for n, _, form in METRICS]
-            mark = " *" if metrics.get("best") else ""
-            table.add_row(str(step), str(metrics["phase"]) + mark, *cells)
+            star = " *" if metrics.get("best") else ""
+            table.add_row(str(step), str(metrics["phase"]) + star, *cells, marks(metrics)[2:])
         return Group(table, self._bar)
+
+
+def marks(metrics: Mapping[str, Any]) -> str:
+    """Return what is unusual about a step, each part after a comma."""
+    found = [text for name, text in MARKS if metrics.get(name)]
+    if alarms := metrics.get("alarms"):
+        found.append(f"{alarms:.0f} alarms")
+    return "".join(f", {text}" for text in found)
 
 
 def print_outcome(console: Console, folder: Path, outcome: Outcome) -> None:

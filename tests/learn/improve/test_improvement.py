@@ -71,7 +71,7 @@ def test_a_branching_update_moves_the_policy_within_its_limit(tmp_path):
     assert told["features/in_flight_mean"] > 0
     assert told["features/in_flight_deviation"] > 0
     assert any((before[name] != tensor).any() for name, tensor in network.tensors().items())
-    assert all(np.isfinite(value) for value in told.values())
+    assert all(np.isfinite(value).all() for value in told.values())
 
 
 def test_branching_tasks(tmp_path, monkeypatch):
@@ -144,6 +144,8 @@ def test_a_ppo_update_tells_what_there_is_to_know(tmp_path):
         assert np.isfinite(told[name]), name
     assert (told["epsilon"], told["temperature"], told["pulse"]) == (0.2, 1.0, 0.0)
     assert told["behaviour_gap"] < 1e-4
+    assert 0 < told["attention/entropy_head_0"] <= 1
+    assert ((told["attention"] > 0) & (told["attention"] < 1)).all()
 
 
 @pytest.mark.parametrize(("clusters", "group", "tasks"), [(8, 2, 2), (6, 2, 1), (1, 1, 1)])

@@ -30,7 +30,7 @@ SEEDS = tuple(seeds(Purpose.TRAINING, 8))
 # ---- it learns ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["plain", "all"])
+@pytest.mark.parametrize("variant", ["plain", "all", "critic_memory"])
 def test_the_identity_world_is_solved_in_seconds(variant):
     network = network_of(variant)
     learner = Learner(network, settings(discount_by="decision", gamma=0.1, gae_lambda=0.0), 25)
@@ -182,6 +182,40 @@ def test_a_memory_that_is_not_its_own_shows():
     assert log_ratio(network, shifted, ExplorationValues()) > 1e-3
     unstarted = replace(rollout, starts=np.zeros_like(rollout.starts))
     assert log_ratio(network, unstarted, ExplorationValues()) > 1e-3
+
+
+def test_values_of_chunks_begin_with_the_memory_they_had_in_the_whole_rollout():
+    network = network_of("critic_memory")
+    played = play(network, np.random.default_rng(0))
+    (seen,) = estimate_returns(network, [played], settings(), None)
+    config, rollout, chunk = network.config, seen.rollout, played.chunk
+    assert rollout.memory.shape[2] == config.memory + config.critic_memory
+    assert not rollout.memory[0, :, config.memory :].any()  # it begins empty
+    assert rollout.memory[1, :, config.memory :].any()
+    for k, memory in enumerate(rollout.memory):
+        part = slice(k * chunk, (k + 1) * chunk)
+        arrays = (rollout.replica_obs[part], rollout.request_obs[part], rollout.mask[part])
+        given = (torch.from_numpy(a) for a in (*arrays, memory, rollout.starts[part]))
+        with torch.no_grad():
+            _, values, _ = network.sequence(*given)
+        found = network.value_norm.denormalise(values).numpy()
+        np.testing.assert_allclose(found, seen.values[part], atol=1e-5)
+
+
+def test_nothing_follows_an_episode_that_an_alarm_ended():
+    """The last return of a terminated cluster is its reward alone; of others, a value follows."""
+    network = network_of()
+    network.value_norm.mean[:] = 5.0
+    played = play(network, np.random.default_rng(0))
+    clusters = played.action.shape[1]
+    terminated = np.arange(clusters) % 2 == 0
+    rollout = replace(played, bootstrap=replace(played.bootstrap, terminated=terminated))
+    given = settings(discount_by="decision", gamma=0.9, gae_lambda=0.0)
+    (seen,) = estimate_returns(network, [rollout], given, None)
+    (usual,) = estimate_returns(network, [played], given, None)
+    np.testing.assert_allclose(seen.returns[-1, terminated], played.reward[-1, terminated])
+    assert (np.abs(seen.returns[-1, ~terminated] - played.reward[-1, ~terminated]) > 1).all()
+    np.testing.assert_array_equal(seen.returns[-1, ~terminated], usual.returns[-1, ~terminated])
 
 
 # ---- state --------------------------------------------------------------------------------------

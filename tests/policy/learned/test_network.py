@@ -126,6 +126,7 @@ def used(made: Network) -> set[str]:
         ("plain", {"actor", "scorer"}, {"actor", "value_head"}),
         ("memory", {"actor", "scorer", "gru"}, {"actor", "value_head", "gru"}),
         ("decoupled", {"actor", "scorer"}, {"critic", "value_head"}),
+        ("critic_memory", {"actor", "scorer", "gru"}, {"critic", "value_head", "critic_gru"}),
     ],
 )
 def test_gradients_reach_what_they_should(
@@ -139,7 +140,7 @@ def test_gradients_reach_what_they_should(
         assert used(made) == expected
         # Of a part that is used, every tensor is. (A GRU's memory weights need a memory.)
         for name, parameter in made.named_parameters():
-            if name.split(".")[0] in expected and name != "gru.weight_hh":
+            if name.split(".")[0] in expected and not name.endswith("gru.weight_hh"):
                 assert parameter.grad.abs().sum() > 0, name
 
 
@@ -152,7 +153,7 @@ def test_decisions_in_a_row_give_the_probabilities_they_were_made_with(variant: 
     starts = torch.zeros(steps, clusters, dtype=torch.bool)
     starts[0, :2] = True
     starts[4, 1] = True
-    first = torch.randn(clusters, made.config.memory)
+    first = torch.randn_like(made.first_memory(clusters))
     memory, acted = first, []
     for t in range(steps):
         memory = memory * (~starts[t])[:, None]
@@ -176,6 +177,21 @@ def test_memory_matters_and_a_start_empties_it() -> None:
     emptied = made.sequence(x, g, mask, memory, begin)[0][mask]
     assert not torch.allclose(kept, emptied, atol=1e-3)
     torch.testing.assert_close(emptied, made(x[0], g[0], mask[0])[0][mask[0]])
+
+
+def test_the_values_own_memory_is_what_a_sequence_makes_of_it() -> None:
+    made = network("critic_memory")
+    units, steps, clusters = made.config.memory, 6, 3
+    x, g, mask, _ = (part.unflatten(0, (steps, clusters)) for part in batch(18, 4))
+    starts = torch.zeros(steps, clusters, dtype=torch.bool)
+    starts[3, 1] = True
+    own = made.critic_memories(x, g, mask, starts)
+    assert own.shape == (steps + 1, clusters, made.config.critic_memory)
+    for t in range(steps + 1):
+        memory = made.first_memory(clusters)
+        if t:
+            memory = made.sequence(x[:t], g[:t], mask[:t], memory, starts[:t])[2]
+        torch.testing.assert_close(own[t], memory[:, units:])
 
 
 def test_attention_is_a_distribution_over_available_replicas() -> None:
@@ -220,6 +236,7 @@ def test_the_normaliser_leaves_masked_replicas_out() -> None:
         ({"prior": "lookahead"}, "unknown rule for a prior 'lookahead'"),
         ({"prior": "random", "prior_params": {"x": 1}}, "policy random has no parameters"),
         ({"prior_params": {"x": 1}}, "prior_params are given, but no prior"),
+        ({"memory": 4, "critic_memory": 4}, "critic_memory needs memory and decoupled_critic"),
         ({"hiden": 3}, "Extra inputs are not permitted"),
     ],
 )

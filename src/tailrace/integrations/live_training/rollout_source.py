@@ -33,6 +33,7 @@ class LiveRollouts:
             p.warmup,
             schedule.seed(first_seed),
             name="live",
+            latency_limit_s=schedule.settings.stopping.latency_limit_s,
         )
         self.router: LiveRouter | None = None
 

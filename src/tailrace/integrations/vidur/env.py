@@ -50,7 +50,10 @@ class VidurClusters(EpisodicClusters):
             number = int(generator(seed, "scenario").integers(len(self._setups)))
         # One request more than decisions: the last one is observed but not decided.
         self._world = VidurWorld(
-            self._setups[number], requests=self.settings.decisions + 1, reward=self.settings.reward
+            self._setups[number],
+            requests=self.settings.decisions + 1,
+            reward=self.settings.reward,
+            latency_limit_s=self.settings.latency_limit_s,
         )
         self._world.reset(seed)
         self._show()
@@ -61,11 +64,10 @@ class VidurClusters(EpisodicClusters):
         """Send the request to a replica; an unavailable one is replaced by the next available."""
         if self._world is None:
             raise TailraceError("call reset() before step()")
-        _, _, done = self._world.step(int(self.valid(actions)[0]))
+        self._world.step(int(self.valid(actions)[0]))
         self._show()
         self.decisions += 1
-        over = (self.decisions >= self.settings.decisions) | done
-        return self.reward(self.step_out), over
+        return self._result(self.reward(self.step_out))
 
     def _show(self) -> None:
         """Copy the world's step to the room there is for the largest cluster."""

@@ -21,7 +21,14 @@ from tailrace.learn.improve.rollout_source import TaskProgress, run_tasks
 from tailrace.learn.settings import Stage
 from tailrace.learn.validation import ScoreFunction
 from tailrace.learn.world_schedule import WorldSchedule
-from tailrace.learn.worlds import CompiledPolicy, ScoreTask, World, WorldScore, score
+from tailrace.learn.worlds import (
+    CompiledPolicy,
+    ScoreTask,
+    World,
+    WorldScore,
+    figures_of,
+    score,
+)
 from tailrace.parallel import WorkerPool
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.architecture import pack
@@ -86,6 +93,7 @@ class VidurRollouts:
             p.chunk,
             p.warmup,
             self._schedule.seed(first + groups),
+            latency_limit_s=self._schedule.settings.stopping.latency_limit_s,
         )
         tasks = []
         for g in range(groups):
@@ -137,6 +145,4 @@ def score_in_vidur(own: VidurSettings, task: ScoreTask) -> WorldScore:
     simulator.use(_Compiled(task.policy), seed)
     simulator.play()
     summary = summarise(simulator.result())
-    return WorldScore(
-        summary.cost_s, summary.ttft_s.p99, summary.e2e_s.mean, tuple(summary.replica_share)
-    )
+    return WorldScore(summary.cost_s, figures_of(summary), tuple(summary.replica_share))

@@ -62,13 +62,14 @@ class VidurWorld:
         rate: float | None = None,
         vidur: Any = None,
         reward: RewardSettings | None = None,
+        latency_limit_s: float | None = None,
     ) -> None:
         """Take a scenario, its name or its file.
 
         ``requests`` per episode and their ``rate`` in requests/s are the scenario's unless given.
         ``vidur``: play Vidur's own settings instead, a ``SimulationConfig`` or its command line;
         what a router knows and the targets for latencies are then the scenario's. ``reward`` shapes
-        the curves for late and early first tokens.
+        the targets and curves; requests that take longer than ``latency_limit_s`` are counted.
         """
         if not isinstance(scenario, VidurSetup):
             if not isinstance(scenario, Scenario):
@@ -82,7 +83,7 @@ class VidurWorld:
         self.replicas = self.scenario.cluster.size
         self.out: Step = new_step(1, self.replicas)
         """[1, ...] the observation of the decision at hand, and what the last step cost."""
-        self._reward = reward
+        self._reward, self._latency_limit_s = reward, latency_limit_s
         self._simulator: TableSimulator | None = None
         self._ledger: CostLedger | None = None
         self._outputs: NDArray[np.int64] = np.zeros(0, np.int64)
@@ -91,7 +92,10 @@ class VidurWorld:
     def reset(self, seed: int) -> View:
         """Start an episode with the traffic of a seed; returns the view of its first decision."""
         table = self.setup.requests(self.requests, seed)
-        self._ledger, self._outputs = CostLedger(self._reward), table.rows["output_tokens"]
+        self._ledger, self._outputs = (
+            CostLedger(self._reward, self._latency_limit_s),
+            table.rows["output_tokens"],
+        )
         self._simulator = self.setup.simulator(table, seed)
         self._simulator.watch(_LedgerWatcher(self._ledger))
         begin(self.out, 0)

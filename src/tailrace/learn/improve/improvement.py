@@ -26,7 +26,9 @@ from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 
 Arrays = dict[str, NDArray[Any]]
-Metrics = dict[str, float]
+Metrics = dict[str, Any]  #: numbers, and arrays for histograms
+#: Observations of an update whose attention weights are logged.
+ATTENTION_ROWS = 256
 
 
 class Improvement:
@@ -85,6 +87,13 @@ class Improvement:
         for name in rollouts[0].metrics:
             metrics[name] = float(np.mean([r.metrics[name] for r in rollouts]))
         metrics["samples"] = float(sum(r.action.size for r in rollouts))
+        first = rollouts[0]
+        metrics |= _attention(
+            self._network,
+            first.replica_obs.reshape(-1, *first.replica_obs.shape[2:]),
+            first.request_obs.reshape(-1, first.request_obs.shape[2]),
+            first.mask.reshape(-1, first.mask.shape[2]),
+        )
         return metrics | _named(
             np.mean([r.replica_moments for r in rollouts], axis=0),
             np.mean([r.request_moments for r in rollouts], axis=0),
@@ -104,6 +113,7 @@ class Improvement:
         groups = [of_branches(self._network, group) for group in samples]
         metrics = self._learner.learn(groups, values, number, rng, demonstrations, self._start)
         metrics["samples"] = float(sum(map(len, new)))
+        metrics |= _attention(self._network, new[0].replica_obs, new[0].request_obs, new[0].mask)
         return metrics | _named(
             _moments(np.concatenate([s.replica_obs[s.mask] for s in new])),
             _moments(np.concatenate([s.request_obs for s in new])),
@@ -140,9 +150,37 @@ def _check_alive(rollouts: Sequence[Rollout], least: float) -> None:
     if deviation <= least:
         raise TailraceError(
             f"the reward is dead: it varies by {deviation:.2g} from decision to decision, so there "
-            "is nothing to learn from; look at `tailrace headroom` under this reward, lower its "
+            "is nothing to learn from; look at `tailrace headroom` under this reward, loosen its "
             "bound or give weight to e2e and ttft"
         )
+
+
+@torch.no_grad()
+def _attention(
+    network: Network,
+    replica_obs: NDArray[np.float32],
+    request_obs: NDArray[np.float32],
+    mask: NDArray[np.bool_],
+) -> Metrics:
+    """Describe how replicas attend to each other in some of the observations [K, ...].
+
+    All weights, and for each head their entropy as a share of that of equal attention.
+    """
+    some = np.linspace(0, len(mask) - 1, min(len(mask), ATTENTION_ROWS)).astype(np.int64)
+    shown = torch.from_numpy(mask[some])
+    weights = network.attention(
+        torch.from_numpy(replica_obs[some]), torch.from_numpy(request_obs[some]), shown
+    )  # [B, heads, n, n]
+    there = shown[:, None, :].expand(weights.shape[:3])  # [B, heads, n]
+    entropy = torch.special.entr(weights).sum(-1)
+    most = shown.sum(-1).double().log()[:, None, None].expand(there.shape)
+    found: Metrics = {}
+    for head in range(weights.shape[1]):
+        rows = there[:, head]
+        share = float(entropy[:, head][rows].sum() / most[:, head][rows].sum().clamp(min=1e-9))
+        found[f"attention/entropy_head_{head}"] = share
+    pairs = there[..., None] & shown[:, None, None, :]
+    return found | {"attention": weights[pairs].numpy()}
 
 
 def _moments(values: NDArray[np.float32]) -> NDArray[np.float64]:

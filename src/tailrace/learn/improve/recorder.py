@@ -60,6 +60,8 @@ class Recording:
     stream: str = "choices"
     name: str = ""
     """Of the world, in the roll-out."""
+    latency_limit_s: float | None = None
+    """End-to-end latency above which requests are counted as alarms; none: no alarms."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be recorded."""
@@ -165,7 +167,7 @@ class Recorder(Policy):
 
     def reset(self, n_replicas: int, seed: int) -> None:  # noqa: ARG002
         """Begin an episode: no requests, an empty memory."""
-        self._ledger = CostLedger(self.recording.reward)
+        self._ledger = CostLedger(self.recording.reward, self.recording.latency_limit_s)
         self._reward = Reward(self.recording.reward, 1)
         self._step = new_step(1, 1)
         self._memory = np.zeros(self.recording.config.memory, np.float32)
@@ -280,6 +282,7 @@ class Recorder(Policy):
             end.request_obs[None],
             end.mask[None],
             end.memory[None],
+            np.zeros(1, np.bool_),
         )
         rollout = Rollout(
             replica_obs,

@@ -1,7 +1,7 @@
 """What a network thinks of its roll-outs: values, advantages and returns, before it learns."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ def estimate_returns(
     reward_scale: adv.RewardScale | None,
 ) -> list[ReturnEstimate]:
     """Look at roll-outs that this very network played; a reward scale learns from them first."""
+    if network.config.critic_memory:
+        rollouts = [_with_critic_memory(network, rollout) for rollout in rollouts]
     factors = [_discounts_and_lambdas(rollout, settings) for rollout in rollouts]
     scale = 1.0
     for rollout in rollouts:
@@ -58,9 +60,8 @@ def estimate_returns(
         values = norm.denormalise(normalised).double().numpy()
         bootstrap = rollout.bootstrap
         after, ended = np.zeros(values.shape), np.zeros(values.shape, np.bool_)
-        after[bootstrap.step, bootstrap.cluster] = norm.denormalise(
-            bootstrap_values(network, bootstrap)
-        ).double()
+        last = norm.denormalise(bootstrap_values(network, bootstrap)).double().numpy()
+        after[bootstrap.step, bootstrap.cluster] = np.where(bootstrap.terminated, 0.0, last)
         ended[bootstrap.step, bootstrap.cluster] = True
         following = adv.next_values(values, after, ended)
         rewards = np.asarray(rollout.reward / scale)
@@ -72,6 +73,23 @@ def estimate_returns(
             advantages = adv.group_relative(advantages, rollout.group)
         estimates.append(ReturnEstimate(rollout, logits, values, advantages, returns))
     return estimates
+
+
+@torch.no_grad()
+def _with_critic_memory(network: Network, rollout: Rollout) -> Rollout:
+    """Return a roll-out whose memories are followed by the value's own, which players do not keep.
+
+    The value has not seen what came before the roll-out.
+    """
+    seen = (rollout.replica_obs, rollout.request_obs, rollout.mask, rollout.starts)
+    own = network.critic_memories(*map(torch.from_numpy, seen)).numpy()
+    bootstrap = rollout.bootstrap
+    after = own[bootstrap.step + 1, bootstrap.cluster]
+    return replace(
+        rollout,
+        memory=np.concatenate([rollout.memory, own[: -1 : rollout.chunk]], axis=-1),
+        bootstrap=replace(bootstrap, memory=np.concatenate([bootstrap.memory, after], axis=-1)),
+    )
 
 
 def _check_finite(rollout: Rollout) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tailrace.compiled import jit
 from tailrace.config import Scenario
 from tailrace.env.core import EnvSettings
+from tailrace.env.latency_limit import LatencyLimit
 from tailrace.env.reward import RAW_QUANTILES, Reward, RewardSettings
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
@@ -60,6 +61,7 @@ class RolloutTask:
     epsilon: float = 0.0
     """Share of the choices that is uniform."""
     reward: RewardSettings = field(default_factory=RewardSettings)
+    limit: LatencyLimit = field(default_factory=LatencyLimit)
     max_replicas: int | None = None
     """Replicas there is room for in an observation; default: the largest cluster's."""
 
@@ -89,6 +91,7 @@ class BootstrapStates:
     request_obs: F32  #: [K, G]
     mask: Bools  #: [K, n]
     memory: F32  #: [K, M] before it is seen
+    terminated: Bools  #: [K] an alarm ended the episode: nothing follows
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ def collect(task: RolloutTask) -> Rollout:
         group=task.group,
         reward=task.reward,
         max_replicas=task.max_replicas,
+        **task.limit.model_dump(),
     )
     env = _environment(worlds, task.clusters, settings)
     env.reset(seed=task.seed, options={"episode_seeds": list(task.episode_seeds)})
@@ -170,7 +174,10 @@ class _Player:
         self.rows = np.arange(n)
 
     def step(self) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
-        """Play one decision of every cluster: action, log-probability, reward, ended, info [n]."""
+        """Play one decision of every cluster.
+
+        Returns action, log-probability, reward, whether an alarm ended the episode, and info [n].
+        """
         out = self.env.core.step_out
         if self.has_prior:
             fill_priors(self.env.core.fleet, self.params, self.prior)
@@ -187,9 +194,9 @@ class _Player:
         policy = behaviour(self.logits, out.mask, self.task.temperature, self.task.epsilon)
         action = sample(policy, self.rng.random(len(policy)))
         log_prob = np.log(policy[self.rows, action])
-        _, reward, _, ended, info = self.env.step(action)
-        self.starts = ended
-        return action, log_prob, reward, ended, info
+        _, reward, terminated, truncated, info = self.env.step(action)
+        self.starts = terminated | truncated
+        return action, log_prob, reward, terminated, info
 
     def record(self) -> Rollout:
         """Play and write down."""
@@ -210,16 +217,17 @@ class _Player:
             starts[t] = self.starts
             if t % task.chunk == 0:
                 memory[t // task.chunk] = self.memory
-            action[t], log_prob[t], reward[t], ended, info = self.step()
+            action[t], log_prob[t], reward[t], terminated, info = self.step()
             if prior is not None:
                 prior[t] = self.prior
             elapsed_s[t] = info["elapsed_s"]
             reward_statistics.add()
-            if ended.any():
-                which = np.flatnonzero(ended)
-                bootstrap.add(t, which, info["final_obs"], self.memory)
+            if self.starts.any():
+                which = np.flatnonzero(self.starts)
+                bootstrap.add(t, which, info["final_obs"], self.memory, terminated)
         which = np.flatnonzero(~self.starts)
-        bootstrap.add(steps - 1, which, self.env.core.observation(), self.memory)
+        going_on = np.zeros(n, np.bool_)
+        bootstrap.add(steps - 1, which, self.env.core.observation(), self.memory, going_on)
         playing = [episode.scenario.name for episode in self.env.core.playing if episode]
         return Rollout(
             replica_obs,
@@ -273,6 +281,7 @@ def split_by_size(rollout: Rollout) -> list[Rollout]:
                     bootstrap.request_obs[ended],
                     bootstrap.mask[ended, :n],
                     bootstrap.memory[ended],
+                    bootstrap.terminated[ended],
                 ),
                 names=tuple(rollout.names[c] for c in which) if rollout.names else (),
             )
@@ -327,8 +336,10 @@ class _BootstrapStateList:
     def __init__(self) -> None:
         self._parts: list[tuple[NDArray[Any], ...]] = []
 
-    def add(self, t: int, which: Ints, obs: Mapping[str, Any], memory: F32) -> None:
-        arrays = (obs["replicas"], obs["request"], obs["mask"].astype(np.bool_), memory)
+    def add(
+        self, t: int, which: Ints, obs: Mapping[str, Any], memory: F32, terminated: Bools
+    ) -> None:
+        arrays = (obs["replicas"], obs["request"], obs["mask"].astype(np.bool_), memory, terminated)
         self._parts.append((np.full(len(which), t), which, *(array[which] for array in arrays)))
 
     def joined(self) -> BootstrapStates:

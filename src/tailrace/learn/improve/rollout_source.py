@@ -101,6 +101,7 @@ class SimulatorRollouts:
                     temperature=exploration.temperature,
                     epsilon=exploration.epsilon,
                     reward=reward,
+                    limit=self._schedule.settings.stopping.limit,
                     max_replicas=self._schedule.max_replicas,
                 )
             )

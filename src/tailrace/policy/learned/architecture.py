@@ -47,6 +47,9 @@ class NetworkConfig(Settings):
     """Units of a GRU over the pooled embedding of the cluster; 0: no memory."""
     decoupled_critic: bool = False
     """Give the value its own encoder instead of the scorer's."""
+    critic_memory: int = Field(default=0, ge=0, le=1024)
+    """Units of a GRU of the value's own (needs `memory` and `decoupled_critic`); 0: the value reads
+    the scorer's memory. It begins empty with every rollout."""
     prior: str = ""
     """Built-in rule whose scores are the starting point; empty: none."""
     prior_params: dict[str, float] = Field(default_factory=dict)
@@ -65,6 +68,8 @@ class NetworkConfig(Settings):
         for name in self.ignore:
             if name not in FEATURE_NAMES:
                 raise ValueError(str(unknown_name("feature", name, FEATURE_NAMES)))
+        if self.critic_memory and not (self.memory and self.decoupled_critic):
+            raise ValueError("critic_memory needs memory and decoupled_critic")
         if self.prior_params and not self.prior:
             raise ValueError("prior_params are given, but no prior")
         try:
@@ -101,12 +106,14 @@ def tensor_shapes(
         for part in ("query", "key", "value"):
             shapes[f"{trunk}.{part}.weight"] = (config.attention, hidden)
         shapes[f"{trunk}.output.weight"] = (hidden, config.attention)
-    if memory:
-        shapes |= {"gru.weight_ih": (3 * memory, hidden), "gru.weight_hh": (3 * memory, memory)}
-        shapes |= {"gru.bias_ih": (3 * memory,), "gru.bias_hh": (3 * memory,)}
+    for gru, units in (("gru", memory), ("critic_gru", config.critic_memory)):
+        if units:
+            shapes |= {f"{gru}.weight_ih": (3 * units, hidden), f"{gru}.bias_ih": (3 * units,)}
+            shapes |= {f"{gru}.weight_hh": (3 * units, units), f"{gru}.bias_hh": (3 * units,)}
     shapes |= _linear("scorer.hidden", hidden + memory, config.scorer_hidden)
     shapes |= _linear("scorer.output", config.scorer_hidden, 1)
-    shapes |= _linear("value_head.hidden", 2 * hidden + memory, config.value_hidden)
+    remembered = config.critic_memory or memory
+    shapes |= _linear("value_head.hidden", 2 * hidden + remembered, config.value_hidden)
     shapes |= _linear("value_head.output", config.value_hidden, 1)
     return shapes
 

@@ -134,10 +134,12 @@ class Network(nn.Module):
         self.actor = Trunk(inputs, config)
         self.critic = Trunk(inputs, config) if config.decoupled_critic else None
         self.gru = nn.GRUCell(hidden, memory) if memory else None
+        own = config.critic_memory
+        self.critic_gru = nn.GRUCell(hidden, own) if own else None
         # With a prior the residual starts at zero: an untrained network plays the rule.
         gain = 0.0 if config.prior else LOGIT_GAIN
         self.scorer = Head(hidden + memory, config.scorer_hidden, gain)
-        self.value_head = Head(2 * hidden + memory, config.value_hidden, VALUE_GAIN)
+        self.value_head = Head(2 * hidden + (own or memory), config.value_hidden, VALUE_GAIN)
         self._hide_ignored()
 
     def update_norms(self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor) -> None:
@@ -154,8 +156,26 @@ class Network(nn.Module):
             norm.var[k if k < self.features else k - self.features] = HIDDEN_VARIANCE
 
     def first_memory(self, batch: int) -> Tensor:
-        """Return the memory [B, M] at the start of an episode."""
-        return torch.zeros(batch, self.config.memory)
+        """Return the memory [B, M] at the start of an episode, that of the value at its end."""
+        return torch.zeros(batch, self.config.memory + self.config.critic_memory)
+
+    def critic_memories(
+        self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor, starts: Tensor
+    ) -> Tensor:
+        """Return the value's own memory [T + 1, B, m] before each of T decisions and after them.
+
+        It begins empty, and is emptied where an episode ``starts`` [T, B].
+        """
+        assert self.critic is not None
+        assert self.critic_gru is not None
+        steps, batch = mask.shape[:2]
+        x, g = self._normalised(replica_obs.flatten(0, 1), request_obs.flatten(0, 1))
+        flat_mask = mask.flatten(0, 1)
+        pooled = masked_mean(self.critic(x, g, flat_mask)[0], flat_mask)
+        memories = [torch.zeros(batch, self.config.critic_memory)]
+        for t, seen in enumerate(pooled.unflatten(0, (steps, batch))):
+            memories.append(self.critic_gru(seen, memories[-1] * (~starts[t])[:, None]))
+        return torch.stack(memories)
 
     def forward(
         self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor, prior: Tensor | None = None
@@ -180,8 +200,22 @@ class Network(nn.Module):
         """Like :meth:`forward`, from a memory [B, M]; return logits, values and the next memory."""
         h, pooled, h_value = self._embed(replica_obs, request_obs, mask)
         if self.gru is not None:
-            memory = self.gru(pooled, memory)
+            memory = self._remember(pooled, masked_mean(h_value, mask), memory)
         return *self._heads(h, h_value, mask, memory, prior), memory
+
+    def _remember(self, pooled: Tensor, pooled_value: Tensor, memory: Tensor) -> Tensor:
+        """Return the memory [B, M] after a decision."""
+        assert self.gru is not None
+        if self.critic_gru is None:
+            after: Tensor = self.gru(pooled, memory)
+            return after
+        units = self.config.memory
+        if memory.shape[1] == units:  # of a policy that only acts: the value begins here
+            memory = torch.cat(
+                [memory, memory.new_zeros(len(memory), self.config.critic_memory)], 1
+            )
+        acting, own = memory[:, :units], memory[:, units:]
+        return torch.cat([self.gru(pooled, acting), self.critic_gru(pooled_value, own)], 1)
 
     def sequence(
         self,
@@ -206,8 +240,10 @@ class Network(nn.Module):
         memories = memory.expand(steps, *memory.shape)
         if self.gru is not None:
             states = []
-            for t, seen in enumerate(pooled.unflatten(0, (steps, batch))):
-                memory = self.gru(seen, memory * (~starts[t])[:, None])
+            parts = (pooled, masked_mean(h_value, flat_mask))
+            seen = zip(*(part.unflatten(0, (steps, batch)) for part in parts), strict=True)
+            for t, (acting, own) in enumerate(seen):
+                memory = self._remember(acting, own, memory * (~starts[t])[:, None])
                 states.append(memory)
             memories = torch.stack(states)
         flat_prior = None if prior is None else prior.flatten(0, 1)
@@ -250,14 +286,16 @@ class Network(nn.Module):
     def _heads(
         self, h: Tensor, h_value: Tensor, mask: Tensor, memory: Tensor, prior: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        repeated = memory.unsqueeze(1).expand(-1, h.shape[1], -1)
+        units = self.config.memory
+        own = memory[:, units:] if self.critic_gru is not None else memory
+        repeated = memory[:, :units].unsqueeze(1).expand(-1, h.shape[1], -1)
         logits = self.scorer(torch.cat([h, repeated], -1))
         if self.config.prior:
             if prior is None:
                 raise ValueError(f"this network needs the scores of its prior {self.config.prior}")
             logits = logits - self.config.prior_weight * prior
         logits = logits.masked_fill(~mask, -torch.inf)
-        pooled = torch.cat([masked_mean(h_value, mask), masked_max(h_value, mask), memory], -1)
+        pooled = torch.cat([masked_mean(h_value, mask), masked_max(h_value, mask), own], -1)
         return logits, self.value_head(pooled)
 
 

@@ -132,7 +132,7 @@ def train(folder: Path, variant: str, seed: int, jobs: int) -> None:
     trainer.run()
     rules = trainer.validation.rule_costs
     scores = {rule: round(trainer.validation.score(costs), 4) for rule, costs in rules.items()}
-    (run / "baselines.json").write_text(json.dumps(scores) + "\n")
+    (run / "rule_scores.json").write_text(json.dumps(scores) + "\n")
     told = {"wall_s": round(time.monotonic() - began, 1),
             "cpu_s": round(time.process_time() - cpu, 1)}  # fmt: skip
     (run / "cpu.json").write_text(json.dumps(told | {"resumed": resume, "jobs": jobs}) + "\n")
@@ -305,7 +305,7 @@ def curve(run: Path) -> dict[str, Any]:
     return {
         "step": [int(row["step"]) for row in rows],
         "score": [round(float(row["score"]), 4) for row in rows],
-        "baselines": json.loads((run / "baselines.json").read_text()),
+        "baselines": json.loads((run / "rule_scores.json").read_text()),
     }
 
 

@@ -68,8 +68,8 @@ def test_one_command_from_nothing_to_a_policy(run, tiny, tmp_path):
     folder = tmp_path / "runs" / "tiny-3"  # by default named by settings and seed
     names = {path.name for path in folder.iterdir()}
     assert names == {
-        "settings.json", "state.safetensors", "checkpoints", "best.tailrace", "last.tailrace",
-        "log.csv", "tensorboard", "health.json",
+        "settings.json", "baselines.json", "state.safetensors", "checkpoints", "best.tailrace",
+        "last.tailrace", "log.csv", "tensorboard", "health.json",
     }  # fmt: skip
     # Nobody looks at a terminal: a line of text per step.
     lines = result.stderr.splitlines()

@@ -11,6 +11,7 @@ from tailrace.learn.settings import StoppingSettings  # noqa: E402
 from tailrace.learn.stopping import EvaluationsBehind, check_collapse, health  # noqa: E402
 from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation, ValidationResult  # noqa: E402
+from tailrace.learn.worlds import FIGURE_NAMES  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
 
 PPO = {"advantage": "gae", "objective": "clipped"}
@@ -21,7 +22,8 @@ GOOD, BAD = 0.5, 2.0
 
 
 def result(*shares: float, score: float = 1.0) -> ValidationResult:
-    return ValidationResult((1.0,), score, 1.0, 1.0, shares, np.array(shares))
+    figures = dict.fromkeys(FIGURE_NAMES, 1.0)
+    return ValidationResult((1.0,), score, figures, shares, np.array(shares), {})
 
 
 @pytest.fixture

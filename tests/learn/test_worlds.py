@@ -332,7 +332,7 @@ def test_looking_ahead_scores_better_than_taking_turns():
     assert played["round_robin"].shares == pytest.approx([1 / 3] * 3, abs=0.01)
     for one in played.values():
         assert sum(one.shares) == pytest.approx(1)
-        assert 0 < one.e2e_mean_s < one.cost_s * 5 + 1e-9
+        assert 0 < one.figures["e2e_mean_s"] < one.cost_s * 5 + 1e-9
 
 
 def test_the_tail_makes_waiting_cost_more_the_longer_it_is():
@@ -340,7 +340,7 @@ def test_the_tail_makes_waiting_cost_more_the_longer_it_is():
         score(ScoreTask(World(OPEN, SEED, 300, tail_weight=w), CompiledPolicy.of("round_robin")))
         for w in (0.0, 2.0)
     )
-    assert plain.ttft_p99_s == tailed.ttft_p99_s
+    assert plain.figures["ttft_p99_s"] == tailed.figures["ttft_p99_s"]
     simulation = World(OPEN, SEED, 300).simulation()
     simulation.run(registry.get("round_robin"))
     found = simulation.result().requests

@@ -97,9 +97,11 @@ class CostLedger:
         cost_accounts.ended(self._cluster, self._requests, self._facts, place, lost)
         self._free.append(place)
 
-    def read(self, now: float, terms: NDArray[np.float64]) -> None:
-        """Fill ``terms`` [accounts.N_TERMS] with what has accrued by ``now``."""
+    def accrued(self, now: float) -> NDArray[np.float64]:
+        """Return what has accrued by ``now``, [cost_accounts.N_TERMS]."""
+        terms = np.zeros(cost_accounts.N_TERMS)
         cost_accounts.read(self._cluster, self._requests, now, terms)
+        return terms
 
     def _grow(self) -> None:
         size = len(self._requests)

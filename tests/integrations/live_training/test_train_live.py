@@ -249,8 +249,7 @@ def over(recorder: LiveRecorder, attempt: Attempt, outcome: str) -> None:
 
 
 def cost_s(recorder: LiveRecorder, now: float) -> dict[str, float]:
-    terms = np.zeros(8)
-    recorder._ledger.read(now, terms)
+    terms = recorder._ledger.accrued(now)
     return {"e2e": terms[0], "ttft": terms[1], "late": terms[2], "lost": terms[3]}
 
 

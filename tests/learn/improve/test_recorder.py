@@ -273,12 +273,12 @@ def test_a_warm_up_leaves_no_trace(variant):
 
 
 def test_accounts_by_hand_with_more_requests_than_there_was_room_for():
-    ledger, terms = CostLedger(), np.zeros(cost_accounts.N_TERMS)
+    ledger = CostLedger()
     count = 2 * PLACES + 3
     for k in range(count):
         ledger.arrived(k, 100.0, 1.0)
         ledger.arrived(k, 101.0, 9.0)  # is there already
-    ledger.read(102.0, terms)
+    terms = ledger.accrued(102.0)
     assert terms[cost_accounts.E2E] == terms[cost_accounts.TTFT] == pytest.approx(2.0 * count)
     assert terms[cost_accounts.LATE] == pytest.approx(1.0 * count)
     for k in range(count - 1):
@@ -289,7 +289,7 @@ def test_accounts_by_hand_with_more_requests_than_there_was_room_for():
     ledger.ended(count - 1, 104.0)  # an answer in one piece
     assert len(ledger) == 0
     assert 5 not in ledger
-    ledger.read(110.0, terms)
+    terms = ledger.accrued(110.0)
     assert terms[cost_accounts.E2E] == pytest.approx(4.0 * count)
     assert terms[cost_accounts.TTFT] == pytest.approx(2.0 * (count - 1) + 4.0)
     assert terms[cost_accounts.LATE] == pytest.approx(1.0 * (count - 1) + 3.0)

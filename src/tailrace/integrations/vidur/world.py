@@ -149,8 +149,7 @@ class VidurWorld:
             observe(view, out.replica_obs[0], out.request_obs[0])
             out.mask[0] = view.replicas["available"] != 0
         out.spread[0] = spread(self._simulator.replicas_view)
-        accrued = np.zeros(cost_accounts.N_TERMS)
-        self._ledger.read(now, accrued)
+        accrued = self._ledger.accrued(now)
         out.terms[0] = accrued - out.terms_before[0]
         out.terms_before[0] = accrued
         out.cost[0] = cost_accounts.composite(out.terms[0])

@@ -252,8 +252,7 @@ class Recorder(Policy):
     def _credit_reward(self, view: View, now: float) -> None:
         """Give the last decision what has accrued since."""
         step = self._step
-        accrued = np.zeros(cost_accounts.N_TERMS)
-        self._ledger.read(now, accrued)
+        accrued = self._ledger.accrued(now)
         accrued[cost_accounts.FINISHED_TOKENS] = view.router["finished_tokens"]
         step.terms[0], step.terms_before[0] = accrued - step.terms_before[0], accrued
         step.elapsed_s[0], step.time_before[0] = now - step.time_before[0], now

@@ -1,12 +1,13 @@
 """Every term of the reward, with known answers."""
 
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
 
 from tailrace.config import Cluster, CostModel, Replica, Scenario, Workload, parse
-from tailrace.env.reward import Reward, RewardSettings
+from tailrace.env.reward import Reward, RewardSettings, Weight
 from tailrace.env.single_env import RouterEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import LatencyLimitWarning, TailraceError
@@ -58,6 +59,28 @@ def test_the_default_is_minus_the_composite_cost() -> None:
 )
 def test_single_terms(settings, given, expected) -> None:
     assert reward(settings, step(**given))[0] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        n
+        for n, hint in get_type_hints(RewardSettings, include_extras=True).items()
+        if hint == Weight
+    ],
+)
+def test_every_weight_does_what_its_description_says(name) -> None:
+    """A cost lowers the reward, a bonus raises it; no weight is without effect."""
+    worse, better = (
+        step(20.0, 0.4, **dict.fromkeys(cost_accounts.TERMS, value)) for value in (0.8, 0.1)
+    )
+    without, with_it = (reward({name: weight}, worse, better)[0] for weight in (0.5, 1.0))
+    description = str(RewardSettings.model_fields[name].description)
+    if description.startswith("Cost of"):
+        assert with_it < without
+    else:
+        assert description.startswith(("Bonus for", "Reward for"))
+        assert with_it > without
 
 
 def test_improvement_rewards_a_falling_cost_rate() -> None:

@@ -67,7 +67,7 @@ class RewardSettings(Settings):
     e2e_late: Weight = 0.0
     """Cost of a second of end-to-end latency past its target, when the request ends."""
     e2e_soft_late: Weight = 0.0
-    """The same by the logistic curve, between 0 and 1."""
+    """Cost of a late end by the logistic curve of the end-to-end latency, between 0 and 1."""
     e2e_early: Weight = 0.0
     """Bonus for an end-to-end latency far under its target, from 0 to 1."""
     tpot_late: Weight = 0.0

@@ -488,7 +488,12 @@ class ClientConnection(asyncio.Protocol):
         size = body_bytes + len(self._ahead)
         if size == self.held:
             return True
-        return service.held.hold(self, size, service.limits.bodies_bytes)
+        budget = service.held
+        if size < self.held:
+            budget.used += size - self.held
+            self.held = size
+            return True
+        return budget.hold(self, size, service.limits.bodies_bytes)
 
     def _drop_upload(self) -> None:
         """Forget the request that is being received."""

@@ -252,7 +252,7 @@ class Router:
             route, client = self._route_and_client(request.head)
             kind = route.kind
             if client is not None:
-                why, wait_s = client.account.begin(self.dispatcher.now_ns())
+                why, wait_s = client.account.begin(self.clock())
                 if why != ADMITTED:
                     raise refusals.too_much(why, wait_s)
         except refusals.RefusedRequest as refused:

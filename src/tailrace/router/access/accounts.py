@@ -43,64 +43,62 @@ _SECOND_NS = 1e9
 
 
 @jit
-def begin(cells, width, row, worker, limits, now):
-    """Count a request that begins at ``now`` (ns); return why not, and how long to wait (ns).
+def begin(row, worker, limits, now_s):
+    """Count a request that begins now; return why not, and how long to wait (s).
 
-    ``cells`` int64 [rows * width]. Each worker raises its own count before it reads the sum, so two
-    workers at once may both refuse the last place, but never both take it.
+    ``row``: int64 [width]. Each worker raises its own count before it reads the sum, so two workers
+    at once may both refuse the last place, but never both take it.
     """
-    at = row * width
-    own = at + ACTIVE + worker
-    atomic.add(cells, own, 1)
+    own = ACTIVE + worker
+    atomic.add(row, own, 1)
     active = 0
-    for k in range(at + ACTIVE, at + width):
-        active += cells[k]
+    for k in range(ACTIVE, row.size):
+        active += row[k]
     if active > limits[CONCURRENT]:
-        atomic.add(cells, own, -1)
-        return TOO_MANY_AT_ONCE, 0
+        atomic.add(row, own, -1)
+        return TOO_MANY_AT_ONCE, 0.0
     if limits[REQUEST_NS] > 0:
         wait = _charge(
-            cells, at + REQUESTS_AT, np.int64(limits[REQUEST_NS]),
-            np.int64(limits[REQUEST_BUCKET_NS]), now,
+            row, REQUESTS_AT, np.int64(limits[REQUEST_NS]), np.int64(limits[REQUEST_BUCKET_NS]),
+            np.int64(now_s * _SECOND_NS),
         )  # fmt: skip
         if wait > 0:
-            atomic.add(cells, own, -1)
-            return TOO_MANY_REQUESTS, wait
-    return ADMITTED, 0
+            atomic.add(row, own, -1)
+            return TOO_MANY_REQUESTS, wait / _SECOND_NS
+    return ADMITTED, 0.0
 
 
 @jit
-def reserve(cells, width, row, limits, tokens, now):
-    """Take tokens at ``now`` (ns); return how long to wait for them (ns), 0: they are taken.
+def reserve(row, limits, tokens, now_s):
+    """Take tokens now; return how long to wait for them (s), 0: they are taken.
 
     What is more than a whole bucket is let through when the bucket is full.
     """
     if limits[TOKEN_NS] <= 0:
-        return 0
+        return 0.0
     cost, bucket = np.int64(tokens * limits[TOKEN_NS]), np.int64(limits[TOKEN_BUCKET_NS])
-    return _charge(cells, row * width + TOKENS_AT, cost, bucket, now)
+    return _charge(row, TOKENS_AT, cost, bucket, np.int64(now_s * _SECOND_NS)) / _SECOND_NS
 
 
 @jit
-def _charge(cells, place, cost, bucket, now):
-    """Move the time at which a bucket is full; return how long to wait instead, if need be."""
+def _charge(row, place, cost, bucket, now):
+    """Move the time at which a bucket is full; return how long to wait instead (ns), if need be."""
     while True:
-        before = cells[place]
+        before = row[place]
         start = max(before, now)
         wait = start + min(cost, bucket) - now - bucket
         if wait > 0:
             return wait
-        if atomic.swap_if(cells, place, before, start + cost):
+        if atomic.swap_if(row, place, before, start + cost):
             return 0
 
 
 @jit
-def end(cells, width, row, worker, limits, tokens):
+def end(row, worker, limits, tokens):
     """A request is over; ``tokens`` more than were reserved were used, fewer if negative."""
-    at = row * width
-    atomic.add(cells, at + ACTIVE + worker, -1)
+    atomic.add(row, ACTIVE + worker, -1)
     if tokens != 0 and limits[TOKEN_NS] > 0:
-        atomic.add(cells, at + TOKENS_AT, np.int64(tokens * limits[TOKEN_NS]))
+        atomic.add(row, TOKENS_AT, np.int64(tokens * limits[TOKEN_NS]))
 
 
 @jit
@@ -177,46 +175,40 @@ class ClientAccounts:
                 f"there is no room for client {client.name}: too many requests of former clients "
                 "are in progress; try again later"
             )
-        return Account(self, row, worker, limits_of(client))
-
-    def active(self, row: int) -> int:
-        """Return the requests in progress of a client, over all workers."""
-        return int(self._rows[row, ACTIVE:].sum())
+        return Account(self._rows[row], worker, limits_of(client))
 
 
 class Account:
     """One client's counts and limits, as one worker sees them."""
 
-    __slots__ = ("_cells", "_limits", "_row", "_shared", "_width", "_worker", "limits_tokens")
+    __slots__ = ("_limits", "_row", "_worker", "limits_tokens")
 
-    def __init__(
-        self, shared: ClientAccounts, row: int, worker: int, limits: NDArray[np.float64]
-    ) -> None:
-        self._shared = shared
-        self._cells, self._width = shared.cells, shared.width
-        self._row, self._worker = row, worker
-        self._limits = limits
+    def __init__(self, row: NDArray[np.int64], worker: int, limits: NDArray[np.float64]) -> None:
+        self._row, self._worker, self._limits = row, worker, limits
         self.limits_tokens = bool(limits[TOKEN_NS] > 0)
         """Whether tokens are limited."""
 
-    def begin(self, now_ns: int) -> tuple[int, float]:
-        """Count a request; return why it is refused (ADMITTED: it is not) and how long, in s."""
-        why, wait = begin(self._cells, self._width, self._row, self._worker, self._limits, now_ns)
-        return why, wait / _SECOND_NS if wait else 0.0
+    def begin(self, now: float) -> tuple[int, float]:
+        """Count a request at ``now`` (s of a clock that all workers share).
 
-    def reserve(self, tokens: float, now_ns: int) -> float:
-        """Take tokens; return how long to wait for them instead, in s, 0: they are taken."""
-        wait = reserve(self._cells, self._width, self._row, self._limits, tokens, now_ns)
-        return wait / _SECOND_NS if wait else 0.0
+        Returns why it is refused (ADMITTED: it is not) and for how long, in s.
+        """
+        refused: tuple[int, float] = begin(self._row, self._worker, self._limits, now)
+        return refused
+
+    def reserve(self, tokens: float, now: float) -> float:
+        """Take tokens at ``now`` (s); return how long to wait for them, in s, 0: they are taken."""
+        wait_s: float = reserve(self._row, self._limits, tokens, now)
+        return wait_s
 
     def end(self, tokens: float = 0.0) -> None:
         """A request is over that used this many more tokens than it had reserved."""
-        end(self._cells, self._width, self._row, self._worker, self._limits, tokens)
+        end(self._row, self._worker, self._limits, tokens)
 
     @property
     def active(self) -> int:
         """Requests in progress, over all workers."""
-        return self._shared.active(self._row)
+        return int(self._row[ACTIVE:].sum())
 
 
 def limits_of(client: ClientSettings) -> NDArray[np.float64]:

@@ -170,7 +170,7 @@ class RequestDispatcher:
         asked, tokens = arrival.asked, float(arrival.prompt_tokens)
         if asked.generates:
             tokens += self._mean_output if asked.max_tokens is None else asked.max_tokens
-        wait_s = client.account.reserve(tokens, self.now_ns())
+        wait_s = client.account.reserve(tokens, arrival.arrived_at)
         if wait_s > 0:
             raise refusals.too_much(TOO_MANY_TOKENS, wait_s)
         return tokens
@@ -185,10 +185,6 @@ class RequestDispatcher:
         head = request.head
         body = errors.body(kind, refused.status, refused.why, refused.code, refused.param)
         request.client.respond(head, refused.status, body, extra=refused.headers)
-
-    def now_ns(self) -> int:
-        """Return the time of the accounts of clients, the same in all workers."""
-        return int(self.context.backends.cluster.clock() * 1e9)
 
     def _request_id(self, request: HttpRequest) -> bytes:
         """Return the client's request id, or a new one."""

@@ -84,9 +84,9 @@ class Exchange:
 
     __slots__ = ("__weakref__", "_attempts", "_backend", "_charged", "_client", "_connection",
                  "_context", "_explained", "_failure", "_heard_at", "_home", "_kind", "_model",
-                 "_refreshed", "_relay", "_repeatable", "_request", "_reserved", "_sent_at",
-                 "_started_at", "_suspects", "_timed_out", "_tried", "arrival", "attempt",
-                 "decision", "id", "paused", "priority", "stage")  # fmt: skip
+                 "_queued", "_refreshed", "_relay", "_repeatable", "_request", "_reserved",
+                 "_sent_at", "_started_at", "_suspects", "_timed_out", "_tried", "arrival",
+                 "attempt", "decision", "id", "paused", "priority", "stage")  # fmt: skip
 
     def __init__(
         self,
@@ -111,6 +111,7 @@ class Exchange:
         self._reserved = reserved
         self._model = model
         self._charged = 0.0
+        self._queued = False
         self._home: Backend | None = None
         if arrival is not None and arrival.asked.previous is not None:
             self._home = self._home_of(arrival.asked.previous)
@@ -188,7 +189,9 @@ class Exchange:
         if self.arrival is not None and context.backends.has_other(self._tried, self._excluded()):
             if not context.queue.push(self, context.now):
                 self.shed("every replica is busy and the queue is full")
-            elif not self._attempts:
+                return
+            self._queued = True
+            if not self._attempts:
                 context.admit_waiting()
             context.report_waiting()
             return
@@ -220,7 +223,8 @@ class Exchange:
                 tried = [*tried, backend]  # another worker was faster
             self.decision = decision
         client = self._client
-        if client is not None and not self._attempts:
+        if client is not None and not self._attempts and (self._queued or len(context.queue)):
+            # While nobody waits there is nothing to share.
             self._charged = self.cost
             context.queue.serve(client.name, client.weight, self._charged)
         self._attempts += 1

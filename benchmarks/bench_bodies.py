@@ -31,7 +31,7 @@ from tailrace.router.intake.request_body import (
     read_headers,
 )
 
-Reader = Callable[[str, Mapping[bytes, bytes], bytes], RequestBody]
+Reader = Callable[[str, Mapping[bytes, bytes], bytes], RequestBody | None]
 
 
 def msgspec_reader() -> Reader:

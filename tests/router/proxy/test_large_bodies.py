@@ -10,7 +10,8 @@ import pytest
 
 from router.conftest import World, post, run, world
 from tailrace.router.intake.request_body import BadRequest
-from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES
+from tailrace.router.proxy import dispatcher
+from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES, SHORT_BYTES
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 CHAT = "/v1/chat/completions"
@@ -60,6 +61,29 @@ def test_large_bodies_do_not_hold_up_others(path: str, body: dict[str, object]) 
             assert w.backends[0].seen[2].body == data
             await until(lambda: w.router.held.used == 0)
             w.assert_quiet()
+
+    run(test())
+
+
+def test_many_bodies_of_odd_shapes_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time is parsed at once; the others wait for the thread, but short ones do not."""
+    monkeypatch.setattr(dispatcher, "PAUSE_SHARE", 1e6)
+    tools = [{"a": 1}] * 2000
+    data = orjson.dumps({"messages": [], "tools": tools})
+    short = orjson.dumps({"messages": [], "tools": tools[:10]})
+    assert len(short) < SHORT_BYTES < len(data) < PARSED_BYTES
+
+    async def test() -> None:
+        async with world(1) as w:
+            go = hold_readers(w)
+            assert (await w.ask(post(CHAT, data))).status == 200
+            second = await w.client()
+            second.send(post(CHAT, data))
+            await until(lambda: w.router.held.used >= len(data))
+            assert (await w.ask(post(CHAT, short))).status == 200
+            assert [len(seen.body) for seen in w.backends[0].seen] == [len(data), len(short)]
+            go.set()
+            assert (await second.answer()).status == 200
 
     run(test())
 

@@ -41,7 +41,6 @@ from tailrace.router.intake.request_body import (
     MAX_NAME,
     RequestBody,
     comparable,
-    read_body,
     read_headers,
 )
 
@@ -255,17 +254,11 @@ class BodyReader:
         self._models: dict[bytes, str] = {}
         self.read("chat", {}, b'{"messages":[{"role":"user","content":"a"}]}')  # compile it now
 
-    def read(self, kind: str, headers: Mapping[bytes, bytes], body: bytes) -> RequestBody:
-        """Read what a request asks for; raise BadRequest if its body is no JSON.
+    def read(self, kind: str, headers: Mapping[bytes, bytes], body: bytes) -> RequestBody | None:
+        """Read what a request asks for; None: its body has an odd shape, or is no JSON.
 
-        As :func:`request_body.read_body`, but the prompt may stand in ``data`` instead of ``text``.
+        As :func:`request_body.read_body`, but the prompt stands in ``data`` instead of ``text``.
         """
-        return self.read_ordinary(kind, headers, body) or read_body(kind, headers, body)
-
-    def read_ordinary(
-        self, kind: str, headers: Mapping[bytes, bytes], body: bytes
-    ) -> RequestBody | None:
-        """The same for a body of an ordinary shape; None: it has none."""
         code = _KINDS.get(kind)
         size = len(body)
         if code is None or not 0 < size <= LONGEST:

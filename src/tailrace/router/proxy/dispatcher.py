@@ -1,6 +1,7 @@
 """Begins every client request: reads its body, gives it an id, and starts its exchange."""
 
 import os
+import time
 
 from tailrace.net.heads import is_request_id
 from tailrace.net.server import HttpRequest, Work
@@ -19,7 +20,13 @@ from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Backends
 from tailrace.router.proxy.catalogue import ModelCatalogue
 from tailrace.router.proxy.exchange import OVER, Exchange, ExchangeContext
-from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES, LargeBodies
+from tailrace.router.proxy.large_bodies import (
+    INLINE_BYTES,
+    PARSED_BYTES,
+    PAUSE_SHARE,
+    SHORT_BYTES,
+    LargeBodies,
+)
 from tailrace.router.proxy.tokenize_probe import TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.arrival import Arrival
@@ -51,6 +58,7 @@ class RequestDispatcher:
         self._id_count = 0
         self._mean_output = backends.cluster.mean_output  # tokens, as of the last sweep
         self._reader = BodyReader()
+        self._parses_from = 0.0  # when the event loop has time for parsing again, s
         self.large_bodies = LargeBodies()
 
     @property
@@ -86,13 +94,22 @@ class RequestDispatcher:
     def _read(self, request: HttpRequest, kind: str) -> RequestBody | None:
         """Read a body; None: that would hold up other clients. May raise BadRequest."""
         headers, data = request.head.lower, request.body
-        if len(data) > PARSED_BYTES and (kind != OTHER or data[:1] == b"{"):
-            is_short = len(data) <= INLINE_BYTES
-            return self._reader.read_ordinary(kind, headers, data) if is_short else None
+        size = len(data)
         # A local tokenizer needs the text as such.
-        if self.context.backends.cluster.counter.reads_text:
+        reads_text = self.context.backends.cluster.counter.reads_text and size <= PARSED_BYTES
+        if size <= INLINE_BYTES and not reads_text:
+            found = self._reader.read(kind, headers, data)
+            if found is not None:
+                return found
+        began = time.perf_counter()
+        is_json = kind != OTHER or data[:1] == b"{"
+        if is_json and size > (SHORT_BYTES if began < self._parses_from else PARSED_BYTES):
+            return None
+        try:
             return read_body(kind, headers, data)
-        return self._reader.read(kind, headers, data)
+        finally:
+            ended = time.perf_counter()
+            self._parses_from = ended + PAUSE_SHARE * (ended - began)
 
     def _begin(
         self,

@@ -14,8 +14,12 @@ from tailrace.router.intake.request_body import BadRequest, RequestBody
 
 #: Bodies up to this size are read at once if they have an ordinary shape, in bytes.
 INLINE_BYTES = 192 * 1024
-#: Bodies up to this size are parsed at once, whatever their shape, in bytes.
+#: Bodies up to this size are parsed at once, whatever their shape, in bytes ...
 PARSED_BYTES = 64 * 1024
+#: ... unless parsing them has just taken long: those above this size then wait for the thread, so
+#: that at most a quarter of the event loop's time goes into parsing.
+SHORT_BYTES = 4 * 1024
+PAUSE_SHARE = 3.0
 
 #: Begins with a request whose body has been read, or cannot be read.
 Begin = Callable[[RequestBody | BadRequest], Work | None]

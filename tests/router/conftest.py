@@ -307,10 +307,10 @@ class Clock:
         self._stopped_at = time.monotonic()
 
 
-def settings_for(backends: list[Backend], /, **over: Any) -> ServeSettings:
-    """Settings for a test: no probes, metrics or questions unless the test wants them."""
+def quiet_settings(backends: list[dict[str, Any]], /, **over: Any) -> ServeSettings:
+    """Settings for a test: no probes, metrics or model queries unless the test wants them."""
     data: dict[str, Any] = {
-        "backends": [{"url": b.url, "name": f"b{i}"} for i, b in enumerate(backends)],
+        "backends": backends,
         "listen": "127.0.0.1:0",
         "admin": {"listen": "127.0.0.1:0"},
         "routing": {"policy": "round_robin", "limit_ms": 10_000},
@@ -323,24 +323,45 @@ def settings_for(backends: list[Backend], /, **over: Any) -> ServeSettings:
     return ServeSettings.model_validate(data)
 
 
+def settings_for(backends: list[Backend], /, **over: Any) -> ServeSettings:
+    """Quiet settings for backends named b0, b1, ..."""
+    return quiet_settings([{"url": b.url, "name": f"b{i}"} for i, b in enumerate(backends)], **over)
+
+
 @asynccontextmanager
-async def world(n: int = 2, **over: Any) -> AsyncIterator[World]:
-    """A router in front of ``n`` backends; everything is stopped at the end."""
+async def running_backends(n: int) -> AsyncIterator[list[Backend]]:
+    """``n`` backends, killed at the end."""
     backends = [Backend() for _ in range(n)]
     for backend in backends:
         await backend.start()
-    counts, clock = Counts(), Clock()
-    router = Router(settings_for(backends, **over), events=counts, clock=clock)
-    await router.start()
-    made = World(router, backends, counts, clock)
     try:
-        yield made
+        yield backends
     finally:
-        for client in made.opened:
-            client.writer.close()
-        await router.stop()
         for backend in backends:
             await backend.kill()
+
+
+@asynccontextmanager
+async def serving(router: Router, opened: list[Client]) -> AsyncIterator[None]:
+    """Run a router; at the end close the connections ``opened`` and stop it."""
+    await router.start()
+    try:
+        yield
+    finally:
+        for client in opened:
+            client.writer.close()
+        await router.stop()
+
+
+@asynccontextmanager
+async def world(n: int = 2, **over: Any) -> AsyncIterator[World]:
+    """A router in front of ``n`` backends; everything is stopped at the end."""
+    async with running_backends(n) as backends:
+        counts, clock = Counts(), Clock()
+        router = Router(settings_for(backends, **over), events=counts, clock=clock)
+        made = World(router, backends, counts, clock)
+        async with serving(router, made.opened):
+            yield made
 
 
 def post(

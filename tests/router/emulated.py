@@ -2,19 +2,16 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 
-from router.conftest import Answer, Client, Clock, Counts
+from router.conftest import Answer, Client, Clock, Counts, quiet_settings, serving
 from tailrace.config import Cluster, Replica
 from tailrace.emulate.emulator import Emulator
 from tailrace.router.app import Router
-from tailrace.router.serve_settings import ServeSettings
-
-HOST = "127.0.0.1"
 
 
 @dataclass
@@ -67,27 +64,15 @@ async def emulated(
         )
         for model, *adapters in models or (("emulated",),)
     ]  # fmt: skip
-    for emulator in emulators:
-        await emulator.__aenter__()
-    settings = {
-        "backends": [{"url": url} for emulator in emulators for url in emulator.urls],
-        "listen": f"{HOST}:0",
-        "admin": {"listen": "off"},
-        "routing": {"policy": "round_robin", "limit_ms": 10_000},
-        "metrics": {"path": "off"},
-        "tokens": {"source": "estimate"},
-        "health": {"interval_s": 1000},
-        **over,
-    }
-    counts = Counts()
-    router = Router(ServeSettings.model_validate(settings), events=counts, clock=Clock())
-    await router.start()
-    made = Emulated(router, emulators, counts)
-    try:
-        yield made
-    finally:
-        for client in made.opened:
-            client.writer.close()
-        await router.stop()
+    async with AsyncExitStack() as stack:
         for emulator in emulators:
-            await emulator.__aexit__(None, None, None)
+            await stack.enter_async_context(emulator)
+        settings = quiet_settings(
+            [{"url": url} for emulator in emulators for url in emulator.urls],
+            **{"admin": {"listen": "off"}, "models": {}, **over},
+        )
+        counts = Counts()
+        router = Router(settings, events=counts, clock=Clock())
+        made = Emulated(router, emulators, counts)
+        async with serving(router, made.opened):
+            yield made

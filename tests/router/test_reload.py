@@ -21,6 +21,8 @@ from router.conftest import (
     event,
     post,
     run,
+    running_backends,
+    serving,
     settings_for,
 )
 from tailrace.errors import TailraceError
@@ -49,22 +51,13 @@ class File:
 @asynccontextmanager
 async def running(n: int, **over: Any) -> AsyncIterator[tuple[World, File]]:
     """A router in front of ``n`` backends, of which the first two are in its settings."""
-    backends = [Backend() for _ in range(n)]
-    for backend in backends:
-        await backend.start()
-    file = File(settings_for(backends[:2], **over).model_dump(exclude_unset=True))
-    file.list(*backends[:2])
-    router = Router(file.read(), load=file.read)
-    await router.start()
-    made = World(router, backends, None, None)  # type: ignore[arg-type]
-    try:
-        yield made, file
-    finally:
-        for client in made.opened:
-            client.writer.close()
-        await router.stop()
-        for backend in backends:
-            await backend.kill()
+    async with running_backends(n) as backends:
+        file = File(settings_for(backends[:2], **over).model_dump(exclude_unset=True))
+        file.list(*backends[:2])
+        router = Router(file.read(), load=file.read)
+        made = World(router, backends, None, None)  # type: ignore[arg-type]
+        async with serving(router, made.opened):
+            yield made, file
 
 
 async def admin(w: World, line: str, body: Any = None) -> tuple[int, Any]:

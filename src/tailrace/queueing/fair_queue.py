@@ -14,6 +14,7 @@ the length of an answer is known.
 
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -22,27 +23,22 @@ Lane = Hashable
 _MANY_FLOWS = 256
 
 
+@dataclass(slots=True, eq=False)
 class QueuedItem(Generic[T]):
     """An item in the queue."""
 
-    __slots__ = ("cost", "flow", "item", "lane", "number", "priority", "since", "weight")
-
-    def __init__(
-        self, item: T, flow: str, weight: float, cost: float, priority: int, lane: Lane,
-        since: float, number: int,
-    ) -> None:  # fmt: skip
-        self.item = item
-        self.flow = flow
-        self.weight = weight
-        self.cost = cost
-        """Tokens that it is expected to take."""
-        self.priority = priority
-        """Lower goes first."""
-        self.lane = lane
-        self.since = since
-        """When it was queued, as the caller says."""
-        self.number = number
-        """Its place in the order of arrival."""
+    item: T
+    flow: str
+    weight: float
+    cost: float
+    """Expected tokens."""
+    priority: int
+    """Lower goes first."""
+    lane: Lane
+    since: float
+    """When it was queued, on the caller's clock."""
+    number: int
+    """Position in the order of arrival."""
 
 
 class FairQueue(Generic[T]):

@@ -84,14 +84,15 @@ def test_the_entropy_bonus_flattens_a_sharp_policy():
 def test_the_warm_start_holds_the_policy_until_it_has_faded():
     start = network_of(seed=5, sharp=300.0)
     kept = {"start_kl_weight": 20.0, "start_kl_updates": 10}
-    learner = Learner(network_of(seed=5, sharp=300.0), settings(**kept), 30)
-    held = learn(learner, range(8), warm_start=start)
+    learner = Learner(network_of(seed=5, sharp=300.0), settings(**kept), 30, warm_start=start)
+    held = learn(learner, range(8))
     assert 0 < held["kl_to_start"] < 0.02
-    assert learn(learner, range(10, 20), warm_start=start)["kl_to_start"] == 0
+    assert learn(learner, range(10, 20))["kl_to_start"] == 0
     free = Learner(network_of(seed=5, sharp=300.0), settings(), 30)
     learn(free, range(8))
-    check = Learner(free.network, settings(**kept, learning_rate=1e-12), 30)
-    assert learn(check, range(1), warm_start=start)["kl_to_start"] > 5 * held["kl_to_start"]
+    options = settings(**kept, learning_rate=1e-12)
+    check = Learner(free.network, options, 30, warm_start=start)
+    assert learn(check, range(1))["kl_to_start"] > 5 * held["kl_to_start"]
 
 
 def demonstrations(n: int) -> ImitationDataset:

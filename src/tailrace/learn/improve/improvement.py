@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
-from tailrace.learn.exploration import Exploration, ExplorationValues
+from tailrace.learn.exploration import Exploration
 from tailrace.learn.imitate import fit
 from tailrace.learn.improve.branches import BranchSource
 from tailrace.learn.improve.experience import of_branches
 from tailrace.learn.improve.learner import Learner
 from tailrace.learn.improve.rollout import Rollout
 from tailrace.learn.improve.rollout_source import RolloutSource, TaskProgress
+from tailrace.learn.samples import Samples
 from tailrace.learn.settings import Stage
 from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.parallel import WorkerPool
@@ -50,11 +51,11 @@ class Improvement:
         self._branches: BranchSource | None = None
         if s.advantage == "branching":
             self._branches = BranchSource(network, schedule, first_seed)
-        self._learner = Learner(network, s.learning, s.updates, s.objective)
         self._start: Network | None = None
         if s.learning.start_kl_weight > 0:
             self._start = Network(network.config, network.features, network.globals_)
             self._start.load_tensors(network.tensors())
+        self._learner = Learner(network, s.learning, s.updates, s.objective, self._start)
 
     def update(
         self,
@@ -66,58 +67,19 @@ class Improvement:
     ) -> Metrics:
         """Do the ``number``-th update, counted from 0."""
         values = self._exploration.values(number)
-        collect = self._from_rollouts if self._branches is None else self._from_branches
-        metrics = collect(number, stage, values, rng, demonstrations, progress)
+        if self._branches is None:
+            rollouts = self._source.rollouts(number, stage, values, self._workers, progress)
+            _check_alive(rollouts, self._settings.stopping.min_reward_std)
+            metrics = self._learner.update(rollouts, values, number, rng, demonstrations)
+            self._source.updated()
+            metrics |= _of_rollouts(self._network, rollouts)
+        else:
+            samples, new = self._branches.samples(number, stage, self._workers, progress)
+            groups = [of_branches(self._network, group) for group in samples]
+            metrics = self._learner.learn(groups, values, number, rng, demonstrations)
+            metrics |= _of_samples(self._network, new)
         self._exploration.after_update(metrics["entropy_fraction"])
         return metrics | {name: float(value) for name, value in values._asdict().items()}
-
-    def _from_rollouts(
-        self,
-        number: int,
-        stage: Stage | None,
-        values: ExplorationValues,
-        rng: torch.Generator,
-        demonstrations: Sequence[fit.ImitationDataset],
-        progress: TaskProgress,
-    ) -> Metrics:
-        rollouts = self._source.rollouts(number, stage, values, self._workers, progress)
-        _check_alive(rollouts, self._settings.stopping.min_reward_std)
-        metrics = self._learner.update(rollouts, values, number, rng, demonstrations, self._start)
-        self._source.updated()
-        for name in rollouts[0].metrics:
-            metrics[name] = float(np.mean([r.metrics[name] for r in rollouts]))
-        metrics["samples"] = float(sum(r.action.size for r in rollouts))
-        first = rollouts[0]
-        metrics |= _attention(
-            self._network,
-            first.replica_obs.reshape(-1, *first.replica_obs.shape[2:]),
-            first.request_obs.reshape(-1, first.request_obs.shape[2]),
-            first.mask.reshape(-1, first.mask.shape[2]),
-        )
-        return metrics | _named(
-            np.mean([r.replica_moments for r in rollouts], axis=0),
-            np.mean([r.request_moments for r in rollouts], axis=0),
-        )
-
-    def _from_branches(
-        self,
-        number: int,
-        stage: Stage | None,
-        values: ExplorationValues,
-        rng: torch.Generator,
-        demonstrations: Sequence[fit.ImitationDataset],
-        progress: TaskProgress,
-    ) -> Metrics:
-        assert self._branches is not None
-        samples, new = self._branches.samples(number, stage, self._workers, progress)
-        groups = [of_branches(self._network, group) for group in samples]
-        metrics = self._learner.learn(groups, values, number, rng, demonstrations, self._start)
-        metrics["samples"] = float(sum(map(len, new)))
-        metrics |= _attention(self._network, new[0].replica_obs, new[0].request_obs, new[0].mask)
-        return metrics | _named(
-            _moments(np.concatenate([s.replica_obs[s.mask] for s in new])),
-            _moments(np.concatenate([s.request_obs for s in new])),
-        )
 
     def state(self) -> Arrays:
         """Return what has to be kept, besides the network, to go on exactly."""
@@ -181,6 +143,36 @@ def _attention(
         found[f"attention/entropy_head_{head}"] = share
     pairs = there[..., None] & shown[:, None, None, :]
     return found | {"attention": weights[pairs].numpy()}
+
+
+def _of_rollouts(network: Network, rollouts: Sequence[Rollout]) -> Metrics:
+    """Describe the decisions of an update: what they cost, how many, their features."""
+    metrics: Metrics = {
+        name: float(np.mean([r.metrics[name] for r in rollouts])) for name in rollouts[0].metrics
+    }
+    metrics["samples"] = float(sum(r.action.size for r in rollouts))
+    first = rollouts[0]
+    metrics |= _attention(
+        network,
+        first.replica_obs.reshape(-1, *first.replica_obs.shape[2:]),
+        first.request_obs.reshape(-1, first.request_obs.shape[2]),
+        first.mask.reshape(-1, first.mask.shape[2]),
+    )
+    return metrics | _named(
+        np.mean([r.replica_moments for r in rollouts], axis=0),
+        np.mean([r.request_moments for r in rollouts], axis=0),
+    )
+
+
+def _of_samples(network: Network, samples: Sequence[Samples]) -> Metrics:
+    """Count the branched decisions of an update and describe their features."""
+    first = samples[0]
+    metrics: Metrics = {"samples": float(sum(map(len, samples)))}
+    metrics |= _attention(network, first.replica_obs, first.request_obs, first.mask)
+    return metrics | _named(
+        _moments(np.concatenate([s.replica_obs[s.mask] for s in samples])),
+        _moments(np.concatenate([s.request_obs for s in samples])),
+    )
 
 
 def _moments(values: NDArray[np.float32]) -> NDArray[np.float64]:

@@ -80,9 +80,14 @@ class Learner:
         settings: LearningSettings,
         total_updates: int,
         objective: Objective = "clipped",
+        warm_start: Network | None = None,
     ) -> None:
-        """Begin before the first of so many updates."""
+        """Prepare for ``total_updates`` updates.
+
+        ``warm_start``: the policy that ``start_kl_weight`` holds the network close to; None: none.
+        """
         self.network, self.settings, self.objective = network, settings, objective
+        self._warm_start = warm_start
         self._value_weight = 0.0
         self._value_clip: float | None = None
         if isinstance(settings, PpoSettings):
@@ -110,7 +115,6 @@ class Learner:
         update: int,
         rng: torch.Generator,
         demonstrations: Sequence[ImitationDataset] = (),
-        warm_start: Network | None = None,
     ) -> dict[str, float]:
         """Learn from rollouts that this network played with this exploration; returns metrics."""
         s = self.settings
@@ -119,10 +123,9 @@ class Learner:
         parts = [part for rollout in rollouts for part in split_by_size(rollout)]
         seen = estimate_returns(self.network, parts, s, scale)
         metrics = describe(seen, exploration) | {"reward_scale": self.reward_scale.scale}
-        groups = self._experience(
-            seen, exploration, warm_start if self._start_weight(update) else None
-        )
-        metrics |= self.learn(groups, exploration, update, rng, demonstrations, warm_start)
+        start = self._warm_start if self._start_weight(update) else None
+        groups = self._experience(seen, exploration, start)
+        metrics |= self.learn(groups, exploration, update, rng, demonstrations)
         if update < s.norm_updates:
             self._learn_norms(rollouts)
         return metrics
@@ -134,7 +137,6 @@ class Learner:
         update: int,
         rng: torch.Generator,
         demonstrations: Sequence[ImitationDataset] = (),
-        warm_start: Network | None = None,
     ) -> dict[str, float]:
         """Learn from decisions, one group per number of replicas; returns metrics.
 
@@ -142,9 +144,9 @@ class Learner:
         ``kl`` is that of the last epoch. A step that is not finite is refused, not taken.
         """
         s, metrics = self.settings, {}
-        start_weight = self._start_weight(update) if warm_start is not None else 0.0
-        if start_weight and warm_start is not None:
-            groups = [_with_start(group, warm_start, exploration) for group in groups]
+        start_weight = self._start_weight(update)
+        if start_weight and self._warm_start is not None:
+            groups = [_with_start(group, self._warm_start, exploration) for group in groups]
         if self.objective == "kl_limited":
             metrics["eta"], groups = self._with_targets(groups)
         rate = self.learning_rate(update)
@@ -174,6 +176,8 @@ class Learner:
         return metrics
 
     def _start_weight(self, update: int) -> float:
+        if self._warm_start is None:
+            return 0.0
         return _annealed(self.settings.start_kl_weight, update, self.settings.start_kl_updates)
 
     def _optimiser_at(self, rate: float) -> torch.optim.Optimizer:

@@ -377,31 +377,33 @@ def _sound_escapes(b, at, end):
 
 
 @jit
-def key(b, at):
-    """Return where a key ends and where its value begins; ODD: there is no plain one."""
+def _any_key(b, at):
+    """Return where a key ends, where its value begins, and its backslashes; ODD: no key."""
     if at >= b.size or b[at] != 0x22:
-        return ODD, at
+        return ODD, at, 0
     end, slashes = string(b, at + 1)
-    if end < 0 or slashes > 0:
-        return ODD, at
+    if end < 0:
+        return ODD, at, 0
     at = blank(b, end + 1)
     if at >= b.size or b[at] != 0x3A:
-        return ODD, at
-    return end, blank(b, at + 1)
+        return ODD, at, 0
+    return end, blank(b, at + 1), slashes
+
+
+@jit
+def key(b, at):
+    """Return where a key ends and where its value begins; ODD: there is no plain one."""
+    end, value_at, slashes = _any_key(b, at)
+    return (ODD if slashes > 0 else end), value_at
 
 
 @jit
 def _inner_key(b, at):
     """As :func:`key`, for objects whose keys mean nothing here: they may have escapes."""
-    if at >= b.size or b[at] != 0x22:
-        return ODD, at
-    end, slashes = string(b, at + 1)
-    if end < 0 or (slashes > 0 and not _sound_escapes(b, at + 1, end)):
-        return ODD, at
-    at = blank(b, end + 1)
-    if at >= b.size or b[at] != 0x3A:
-        return ODD, at
-    return end, blank(b, at + 1)
+    end, value_at, slashes = _any_key(b, at)
+    if slashes > 0 and not _sound_escapes(b, at + 1, end):
+        end = ODD
+    return end, value_at
 
 
 @jit

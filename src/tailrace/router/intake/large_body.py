@@ -171,13 +171,17 @@ def _put_hash(b, at, end, text, to):
 
 
 @jit
+def _first(b, at, closing):
+    """Return where the first member of an array or object begins, and whether it has one."""
+    at = blank(b, at + 1)
+    return at, b[at] != closing
+
+
+@jit
 def _member(b, at, word):
     """Return where the value of an object's key begins; 0: it has no such key, ODD: unclear."""
     found = 0
-    at = blank(b, at + 1)
-    if b[at] == 0x7D:
-        return found
-    more = True
+    at, more = _first(b, at, 0x7D)
     while more:
         start = at + 1
         end, at = key(b, at)
@@ -196,8 +200,7 @@ def _put_content(b, at, text, to, found):
         return put_string(b, at + 1, text, to)[1]
     if b[at] != 0x5B:
         return to
-    at = blank(b, at + 1)
-    more = b[at] != 0x5D
+    at, more = _first(b, at, 0x5D)
     while more:
         end = value(b, at)
         if b[at] == 0x22:
@@ -249,8 +252,7 @@ def _put_message(b, at, text, to, found):
 def _put_messages(b, at, text, to, found):
     if b[at] != 0x5B:
         return ODD
-    at = blank(b, at + 1)
-    more = b[at] != 0x5D
+    at, more = _first(b, at, 0x5D)
     while more:
         to = _put_message(b, at, text, to, found)
         if to < 0:
@@ -262,8 +264,7 @@ def _put_messages(b, at, text, to, found):
 @jit
 def _put_ids(b, at, text, to, found):
     """Write the token ids of a list as four bytes each; ODD: something else is among them."""
-    at = blank(b, at + 1)
-    more = b[at] != 0x5D
+    at, more = _first(b, at, 0x5D)
     while more:
         end, whole = number(b, at)
         if not whole or b[at] == 0x2D or end - at > 10:
@@ -288,11 +289,10 @@ def _put_prompts(b, at, text, to, found):
         return put_string(b, at + 1, text, to)[1]
     if b[at] != 0x5B:
         return ODD
-    first = blank(b, at + 1)
+    first, more = _first(b, at, 0x5D)
     if b[first] == 0x2D or 0x30 <= b[first] <= 0x39:
         return _put_ids(b, at, text, to, found)
-    of_ids = b[first] == 0x5B
-    at, more = first, b[first] != 0x5D
+    at, of_ids = first, b[first] == 0x5B
     count = texts = 0
     while more:
         if of_ids and b[at] == 0x5B:

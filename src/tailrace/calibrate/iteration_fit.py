@@ -165,6 +165,19 @@ class Problem:
         whole = np.column_stack([matrix / self.scale, target])
         factor: Floats = np.asarray(np.linalg.qr(whole, mode="r"))
         self.factor, self.target = factor[:, :-1], factor[:, -1]
+        self._added: dict[tuple[tuple[int, ...], range], tuple[float, int]] = {}
+
+    def best_added(self, columns: Sequence[int], pool: range) -> tuple[float, int]:
+        """Return the least residual with one more column of ``pool``, and that column.
+
+        Remembered, because a search that exchanges columns comes back to the same sets.
+        """
+        key = (tuple(columns), pool)
+        if key not in self._added:
+            self._added[key] = min(
+                (self.solve([*columns, j])[1], j) for j in pool if j not in columns
+            )
+        return self._added[key]
 
     def solve(self, columns: Sequence[int]) -> tuple[Floats, float]:
         """Return the non-negative coefficients of some columns and the size of the residual."""
@@ -178,17 +191,13 @@ def choose_knots(problem: Problem, fixed: int, candidates: int, most: int) -> li
     pool = range(fixed, fixed + candidates)
     chosen: list[int] = []
     residual = problem.solve(always)[1]
-
-    def best(kept: list[int]) -> tuple[float, int]:
-        return min((problem.solve([*always, *kept, j])[1], j) for j in pool if j not in kept)
-
     while len(chosen) < min(most, candidates) and residual > 1e-9 * problem.size:
-        found, column = best(chosen)
+        found, column = problem.best_added([*always, *chosen], pool)
         trial = [*chosen, column]
         # the first knot alone sits between the true ones: let each move once others are there
         for place in [*range(len(trial))] * 3:
             kept = trial[:place] + trial[place + 1 :]
-            moved, column = best(kept)
+            moved, column = problem.best_added([*always, *kept], pool)
             if moved < found:
                 found = moved
                 trial[place] = column

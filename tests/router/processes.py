@@ -127,7 +127,7 @@ class Cluster:
         def quiet() -> bool:
             return not any(b["in_flight"] or b["ledger_in_flight"] for b in self.backends())
 
-        until("all counters are zero", quiet, 30)
+        until("all counters are zero", quiet)
 
     @property
     def open_files(self) -> int:

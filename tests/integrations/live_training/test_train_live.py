@@ -197,7 +197,8 @@ def test_the_router_outlives_no_learner_and_no_ctrl_c(tmp_path: Path) -> None:
     router = live(tmp_path, 0)
     assert router.address[1] > 0
     process = router._process
-    os.kill(process.pid or 0, signal.SIGINT)  # as the terminal sends it to both
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGINT)  # as the terminal sends it to both
     router.use(params_of(1))
     router.close()
     assert router.last["open"] == 0
@@ -217,7 +218,8 @@ def test_a_router_that_cannot_start_or_ends_is_told(tmp_path: Path) -> None:
         with pytest.raises(TailraceError, match="something listens there already"):
             live(tmp_path, taken.getsockname()[1])
     router = live(tmp_path, 0)
-    threading.Timer(0.2, os.kill, (router._process.pid or 0, signal.SIGTERM)).start()
+    assert router._process.pid is not None  # 0 would be this whole group of processes
+    threading.Timer(0.2, os.kill, (router._process.pid, signal.SIGTERM)).start()
     with pytest.raises(TailraceError, match=r"the live router (was stopped|has died)"):
         router.roll_out(params_of(), 1.0, 0.0)
     router.close()

@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from pathlib import Path
 
 import orjson
@@ -26,6 +27,7 @@ from router.conftest import (
 )
 from tailrace.net.client import NO_FILES, FetchError, Pool
 from tailrace.net.origin import Origin
+from tailrace.net.server import TURN_BYTES, ClientConnection
 from tailrace.router import process
 from tailrace.router.settings import BackendSettings
 
@@ -244,6 +246,38 @@ def test_a_body_has_one_deadline(start: bytes) -> None:
             assert w.router.held.used == 0
 
     run(test())
+
+
+def test_a_large_body_takes_turns_with_other_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much of it has come, one piece is read in each turn of the event loop."""
+    turn, turns = 0, []
+    received = ClientConnection.data_received
+
+    def note(self: ClientConnection, data: bytes) -> None:
+        if len(data) > TURN_BYTES:
+            turns.append(turn)
+        received(self, data)
+
+    monkeypatch.setattr(ClientConnection, "data_received", note)
+
+    async def test() -> None:
+        async with world(1) as w:
+            loop = asyncio.get_running_loop()
+
+            def count() -> None:
+                nonlocal turn
+                turn += 1
+                loop.call_soon(count)
+
+            count()
+            client = await w.client()
+            client.send(post("/v1/completions", b'{"prompt":"%b"}' % (b"a" * 4_000_000)))
+            time.sleep(0.05)  # it must not be read meanwhile
+            assert (await client.answer()).status == 200
+
+    run(test())
+    assert len(turns) > 4
+    assert len(set(turns)) == len(turns)
 
 
 def test_all_bodies_have_one_budget_and_the_largest_unfinished_one_goes() -> None:

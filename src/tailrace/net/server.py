@@ -26,6 +26,8 @@ AHEAD_BYTES = 65_536
 LINGER_S = 2.0
 #: When a client may have gone unnoticed: how long until it is probed, in s.
 PROBE_S = 1.0
+#: Bytes of a body after which other connections have their turn.
+TURN_BYTES = 65_536
 #: Maximum framing of a chunked body: bytes in total, plus bytes per byte of data.
 MAX_FRAMING_BYTES, MAX_FRAMING_SHARE = 16_384, 16
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -470,6 +472,8 @@ class ClientConnection(asyncio.Protocol):
             body += part
             if not self._hold(len(body)):
                 raise RefusedError(503, TOO_MUCH)
+            if len(data) > TURN_BYTES:
+                self._end_turn()
             return b"", False
         head = self._head
         assert head is not None
@@ -480,6 +484,17 @@ class ClientConnection(asyncio.Protocol):
         self._drop_upload()
         self._dispatch(head, whole)
         return data[end:] if end < len(data) else b"", True
+
+    def _end_turn(self) -> None:
+        """Read no more of a body in this turn of the event loop: uvloop would, up to 32 times."""
+        if self._transport is not None and not self._paused:
+            self._transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._begin_turn)
+
+    def _begin_turn(self) -> None:
+        transport = self._transport
+        if transport is not None and not (transport.is_closing() or self._paused or self._eof):
+            transport.resume_reading()
 
     def _hold(self, body_bytes: int) -> bool:
         """Count the body bytes held, and what has come ahead; False: it is too much."""

@@ -329,7 +329,7 @@ class Router:
                 loop.add_signal_handler(received, end, received)
         loop.add_signal_handler(signal.SIGHUP, self._reload_or_log)
         await self.start()
-        process.settle_memory()
+        process.settle()
         started()
         try:
             await stopping.wait()

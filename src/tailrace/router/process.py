@@ -4,9 +4,12 @@ import contextlib
 import ctypes
 import gc
 import resource
+import sys
 
 #: New objects before the collector looks at them; a request leaves no cycles behind.
 GC_THRESHOLDS = (20_000, 20, 50)
+#: How soon a thread that reads a large body leaves the interpreter to the event loop, s.
+SWITCH_S = 0.001
 #: Files left for logs, admin clients, probes and the scrape.
 SPARE_FILES = 256
 #: Bytes of bodies after whose end free memory is returned to the system.
@@ -15,11 +18,15 @@ FREED_BYTES = 16 * 2**20
 trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
 
-def settle_memory() -> None:
-    """Keep the collector away from all that is loaded: looking through it takes 0.1 s each time."""
+def settle() -> None:
+    """Keep long pauses away from the event loop, once everything is loaded.
+
+    Looking through all that is loaded takes the collector 0.1 s each time.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(*GC_THRESHOLDS)
+    sys.setswitchinterval(SWITCH_S)
 
 
 def return_memory() -> None:

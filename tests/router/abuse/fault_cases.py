@@ -283,6 +283,7 @@ async def _kill_worker(stage: Stage, number: int, sent: int = signal.SIGKILL) ->
     await wait(
         "a new worker", lambda: stage.workers().get(number, before[number]) != before[number]
     )
+    await wait("all workers listen", lambda: stage.listeners() == len(before))
 
 
 async def restarted_worker(target: Target) -> str:

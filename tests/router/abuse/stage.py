@@ -133,6 +133,11 @@ class Stage(Cluster):
         """Processes of the workers by number."""
         return {w["worker"]: w["pid"] for w in self.status()["workers"]}
 
+    def listeners(self) -> int:
+        """Sockets that listen on the router's port, one for each worker that serves."""
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        return sum(row[1].endswith(f":{self.listen:04X}") and row[3] == "0A" for row in rows)
+
     def counts(self) -> dict[str, Any]:
         """What the servers have seen, if all are one process."""
         return dict(fetch(self.spare[0], "/counts"))

@@ -387,8 +387,7 @@ def _read_prompt(
         request.data = b
         request.has_media = True  # its length says little about its tokens
         return
-    # A copy of its size: the rest of the buffer is free again.
-    request.data = text[:size].copy()
+    request.data = text[:size]  # which goes as soon as it is hashed, and the whole buffer with it
     request.ids = ids
     request.prompts = prompts or 1
     request.has_media = media == 1

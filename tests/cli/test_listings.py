@@ -8,7 +8,7 @@ from click.shell_completion import ShellComplete
 
 from tailrace import __version__
 from tailrace.cli import COMMANDS, cli
-from tailrace.policy import registry
+from tailrace.policy import registry, shipped
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.view import devices
 from tailrace.workload import library
@@ -50,6 +50,15 @@ def test_policies(run, run_json):
     assert {p["name"] for p in run_json("policies")} >= {r.name for r in registry.rules()}
     assert "load_weight" in run("policies", "load_aware").stdout
     assert run_json("policies", "load_aware")["source"]
+
+
+def test_the_trained_policies_come_first(run, run_json):
+    lines = run("policies").stdout.splitlines()
+    assert [line.split()[0] for line in lines if line[0] != " "][1:4] == list(shipped.TRAINED)
+    assert [p["name"] for p in run_json("policies")][:3] == list(shipped.TRAINED)
+    for name in shipped.TRAINED:
+        assert "weights" in run("policies", name).stdout
+        assert run_json("policies", name)["about"]["network"]
 
 
 def test_features_are_named_by_their_columns(run, run_json):

@@ -54,10 +54,10 @@ def devices() -> list[tuple[str, str]]:
 @_completion
 def policies() -> list[tuple[str, str]]:
     """Complete the name of a policy."""
-    from tailrace.policy import registry
+    from tailrace.policy import registry, shipped
 
-    sources = {rule.name: rule.source for rule in registry.rules()}
-    return [(name, sources.get(name, "")) for name in registry.names()]
+    about = shipped.TRAINED | {rule.name: rule.source for rule in registry.rules()}
+    return [(name, about.get(name, "")) for name in registry.names()]
 
 
 @_completion

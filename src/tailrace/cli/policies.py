@@ -1,5 +1,7 @@
 """``tailrace policies``: which routers there are, where they come from and what they do."""
 
+from typing import Any
+
 import click
 
 from tailrace.cli import console, names, options
@@ -14,14 +16,16 @@ def command(name: str | None) -> None:
     A policy of your own is a file: `--policy my_rule.py`, with a function scores(view).
     """
     from tailrace.errors import unknown_name
-    from tailrace.policy import registry
+    from tailrace.policy import registry, shipped
     from tailrace.terminal.listings import print_listing, print_record
 
     rules = {rule.name: rule for rule in registry.rules()}
-    installed = [n for n in registry.names() if n not in rules]
+    if name in shipped.TRAINED:
+        _show_trained(name)
+        return
     if name is not None:
         if name not in rules:
-            raise unknown_name("policy", name, rules)
+            raise unknown_name("policy", name, [*shipped.TRAINED, *rules])
         rule = rules[name]
         fields = {
             "from": rule.source,
@@ -34,7 +38,29 @@ def command(name: str | None) -> None:
         }
         console.show(rule, lambda screen: print_record(screen, rule.name, fields))
         return
-    rows = [(rule.name, rule.source, rule.rule_text) for rule in rules.values()]
-    rows += [(n, "installed package", "") for n in installed]
-    found = [*rules.values(), *({"name": n} for n in installed)]
+    found: list[Any] = []
+    rows = []
+    for one in registry.names():
+        if one in rules:
+            found.append(rules[one])
+            rows.append((one, rules[one].source, rules[one].rule_text))
+        else:
+            source = "own, trained" if one in shipped.TRAINED else "installed package"
+            found.append({"name": one, "source": source, "rule_text": shipped.TRAINED.get(one, "")})
+            rows.append((one, source, shipped.TRAINED.get(one, "")))
     console.show(found, lambda screen: print_listing(screen, ("policy", "from", "rule"), rows))
+
+
+def _show_trained(name: str) -> None:
+    from tailrace.evaluate.explain.inspect import description, learned, parameters
+    from tailrace.policy import shipped
+    from tailrace.terminal.listings import print_record
+
+    policy = learned(name)
+    about = description(policy)
+    fields = {"what it is": shipped.TRAINED[name], "from": "own, trained"}
+    fields["parameters"] = f"{parameters(policy)} weights"
+    fields["reads"] = "own ledger, metrics snapshots, prefix index"
+    fields["more"] = f"tailrace inspect {name} --scenario demo"
+    record = {"name": name, **fields, "about": about}
+    console.show(record, lambda screen: print_record(screen, name, fields))

@@ -25,7 +25,7 @@ from tailrace.policy.rules import RULES, Rule
 
 ENTRY_POINT_GROUP = "tailrace.policies"
 FUNCTION_NAME = "scores"
-SHIPPED_NAME = "tailrace"
+SHIPPED_NAME = shipped.SHIPPED_NAME
 
 
 def rules() -> tuple[Rule, ...]:
@@ -34,8 +34,8 @@ def rules() -> tuple[Rule, ...]:
 
 
 def names() -> list[str]:
-    """Return the names of all built-in rules, then those of installed packages."""
-    builtin = [rule.name for rule in RULES]
+    """Return the names of the trained policies, all built-in rules, and installed packages'."""
+    builtin = [*shipped.TRAINED, *(rule.name for rule in RULES)]
     return builtin + sorted(name for name in _entry_points() if name not in builtin)
 
 
@@ -64,7 +64,7 @@ def get(name: str, **params: Any) -> Policy:
     installed = _entry_points()
     if name in installed:
         return _as_policy(_load(installed[name]), name, params)
-    raise unknown_name("policy", name, [*names(), SHIPPED_NAME, *shipped.LEARNING])
+    raise unknown_name("policy", name, names())
 
 
 def _numbers(rule: str, text: str) -> dict[str, Any]:

@@ -17,6 +17,13 @@ TUNED_SUFFIX = ":tuned"
 LINEAR, PREDICTOR = "linear_es", "predict_greedy"
 #: Learned baselines, each a file in FOLDER.
 LEARNING = (LINEAR, PREDICTOR)
+SHIPPED_NAME = "tailrace"
+#: What each trained policy of the package is.
+TRAINED = {
+    SHIPPED_NAME: "the trained policy that ships with Tailrace; what `serve` uses",
+    LINEAR: "learned baseline: a linear score of the features, tuned by evolution (CMA-ES)",
+    PREDICTOR: "learned baseline: the replica of least predicted cost",
+}
 
 
 def tuned_constants() -> dict[str, dict[str, float]]:

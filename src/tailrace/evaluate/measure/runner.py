@@ -42,11 +42,12 @@ def policy_for(scenario: Scenario, name: str) -> Policy:
 
 
 def default_policies(scenario: Scenario) -> tuple[list[str], list[str]]:
-    """Return the built-in rules that can run a scenario, and those that cannot."""
+    """Return the shipped policy and the rules that can run a scenario, and those that cannot."""
     reference = uses_reference(scenario.cluster, scenario.engine)
     rules = registry.rules()
     left_out = [rule.name for rule in rules if reference and rule.in_engine]
-    return [rule.name for rule in rules if rule.name not in left_out], left_out
+    able = [rule.name for rule in rules if rule.name not in left_out]
+    return [registry.SHIPPED_NAME, *able], left_out
 
 
 def simulation(

@@ -28,10 +28,11 @@ def vidur_policy(scenario: Scenario, name: str) -> Policy:
 
 
 def default_policies() -> tuple[list[str], list[str]]:
-    """Return the built-in rules that can run in Vidur, and those that cannot."""
+    """Return the shipped policy and the rules that can run in Vidur, and those that cannot."""
     rules = registry.rules()
     left_out = [rule.name for rule in rules if rule.in_engine]
-    return [rule.name for rule in rules if rule.name not in left_out], left_out
+    able = [rule.name for rule in rules if rule.name not in left_out]
+    return [registry.SHIPPED_NAME, *able], left_out
 
 
 def compare(

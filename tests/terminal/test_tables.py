@@ -1,4 +1,5 @@
 import io
+from functools import partial
 
 import numpy as np
 import pytest
@@ -53,26 +54,34 @@ def test_numbers_have_three_digits(value, shown):
     assert number(value) == shown
 
 
-def test_full_table_on_120_columns(comparison):
-    lines = text(print_comparison, comparison).splitlines()
-    assert all(len(line.rstrip()) <= 120 for line in lines)
-    header = lines[1].split()
-    assert header.count("mean") == header.count("P50") == header.count("P99") == 3
-    assert {"imb.", "hit", "policy"} <= set(header)
-    first = lines[2].split()
-    assert first[0] == "least_pending_uncached"
-    assert first[2:4] == ["0.50", "0.48-0.52"]
-    assert first[4] == "0.061"
-    assert "Left out" not in "\n".join(lines)
-    note = " ".join(" ".join(lines[4:]).split())
+def test_eight_columns_and_the_figure_they_are_ranked_by_above_them(comparison):
+    lines = text(print_comparison, comparison, width=80).splitlines()
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    top = next(k for k, line in enumerate(lines) if line.startswith("policy"))
+    note = " ".join(" ".join(lines[: top - 1]).split())
     assert note.startswith("90 requests at 12.3 requests/s, 2 seeds, 4 replicas.")
+    assert "lowest first: the mean over requests of 0.2*E2E + TTFT + 2*max(0, TTFT - SLO)" in note
+    assert len(lines[top + 1].split()) == 8
+    assert lines[top + 1].split()[:5] == [
+        "least_pending_uncached", lines[top + 1].split()[1], "0.50", "0.48-0.52", "0.061",
+    ]  # fmt: skip
+    assert len(lines) == top + 3
+
+
+def test_all_columns_if_wide(comparison):
+    output = text(partial(print_comparison, wide=True), comparison)
+    lines = output.splitlines()
+    assert all(len(line.rstrip()) <= 120 for line in lines)
+    header = next(line for line in lines if line.startswith("policy")).split()
+    assert header.count("mean") == header.count("P99") == 3
+    assert {"/mean", "hit"} <= set(header)
 
 
 def test_narrow_terminals_lose_the_least_important_columns(comparison):
-    output = text(print_comparison, comparison, width=80)
+    output = text(partial(print_comparison, wide=True), comparison, width=80)
     lines = output.splitlines()
     assert all(len(line.rstrip()) <= 80 for line in lines)
-    header = lines[1].split()
+    header = next(line for line in lines if line.startswith("policy")).split()
     assert header.count("mean") == header.count("P99") == 3
     assert "P50" not in header
     assert "Left out for lack of width: " in output
@@ -80,7 +89,7 @@ def test_narrow_terminals_lose_the_least_important_columns(comparison):
 
 
 def test_failures_get_a_column_when_there_are_any(comparison):
-    assert "unserved" not in text(print_comparison, comparison).splitlines()[1]
+    assert "  unserved" not in text(print_comparison, comparison)
     run = summarise(make_result([0.0, 0.0], [1.0, 1.0], [2.0, 2.0], status=[1, FAILED]))
     entries = (Entry("random", None, averaged([run, run]), (run, run)), *comparison.entries)
     output = text(
@@ -88,8 +97,10 @@ def test_failures_get_a_column_when_there_are_any(comparison):
         Comparison(Scenario(), None, (1, 2), "least_outstanding", entries),
         width=140,
     )
-    assert "unserved" in output.splitlines()[1]
-    assert output.splitlines()[2].split()[-1] == "2"
+    lines = output.splitlines()
+    top = next(k for k, line in enumerate(lines) if line.startswith("policy"))
+    assert lines[top].split()[-1] == "unserved"
+    assert lines[top + 1].split()[-1] == "2"
     assert "own pace" in output
 
 

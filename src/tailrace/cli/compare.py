@@ -36,7 +36,7 @@ def vidur_engine(function: F) -> F:
 @options.scenario_options
 @option(
     "-p", "--policy", "policies", multiple=True, shell_complete=names.policies,
-    help="Policy to compare: a name, a file, or `all` for the built-in ones; may be repeated. "
+    help="Policy to compare: a name, a file, or `all` (tailrace and every rule); may be repeated. "
     "[default: all]",
 )  # fmt: skip
 @option(
@@ -53,6 +53,7 @@ def vidur_engine(function: F) -> F:
 )  # fmt: skip
 @options.vidur
 @options.jobs
+@option("--wide", is_flag=True, section=OUTPUT, help="Show all columns.")
 @option(
     "--plot", type=PLOT, section=OUTPUT,
     help="Draw the comparison; FILE ends in .png, .svg or .pdf. Needs tailrace[plots].",
@@ -68,6 +69,7 @@ def command(
     vidur_args: str | None,
     vidur_imports: tuple[str, ...],
     jobs: int | None,
+    wide: bool,
     plot: Path | None,
     warmup: float,
     **settings: Any,
@@ -126,7 +128,7 @@ def command(
         )
     if plot is not None:
         plot_comparison(comparison, plot)
-    console.show(comparison, lambda screen: print_comparison(screen, comparison))
+    console.show(comparison, lambda screen: print_comparison(screen, comparison, wide=wide))
 
 
 def _for_vidur(

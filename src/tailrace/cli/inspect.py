@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @option(
     "--all", "all_features", is_flag=True, section=OUTPUT,
-    help="Show all features, not just the most important.",
+    help="Show all features, not just the most important, and the settings of its training.",
 )  # fmt: skip
 @option(
     "--plot", type=FILE, section=OUTPUT, metavar="FILE|FOLDER",
@@ -86,12 +86,13 @@ def command(
         plot_inspection(found, explanations, plot)
 
     def tables(screen: "Console") -> None:
-        if found is None:
-            print_about(screen, chosen.name, parameters(chosen), description(chosen))
-        else:
+        if found is not None:
             print_inspection(screen, found, all_features=all_features)
-        for one in explanations:
-            screen.print()
+        elif all_features:
+            print_about(screen, chosen.name, parameters(chosen), description(chosen))
+        for number, one in enumerate(explanations):
+            if number or found is not None or all_features:
+                screen.print()
             print_explanation(screen, one)
 
     console.show({"inspection": found, "states": explanations}, tables)

@@ -14,6 +14,8 @@ from tailrace.terminal.tables import UNKNOWN, Column, print_columns
 
 #: Features in the table without --all.
 TOP_FEATURES = 20
+#: Features that the first lines name.
+LEADING = 3
 #: Values of a list in a file's description that are shown.
 SHOWN_VALUES = 4
 
@@ -26,6 +28,33 @@ def print_about(console: Console, name: str, parameters: int, about: Mapping[str
         if text:
             fields[section] = text
     print_record(console, name, fields)
+
+
+def print_brief(console: Console, found: Inspection) -> None:
+    """Print in a few lines what a policy is, what it looks at and what it resembles."""
+    training = found.about.get("training") or {}
+    settings = training.get("settings") or {}
+    how = [str(settings.get(key, "")) for key in ("method", "name")]
+    fields = {"parameters": f"{found.parameters}"}
+    if how[0]:
+        fields["trained by"] = how[0] + (f", preset {how[1]}" if how[1] else "")
+    leading = [f for f in found.audit.features if f.changed][:LEADING]
+    if leading:
+        fields["looks most at"] = ", ".join(f"{f.name} ({_percent(f.changed)})" for f in leading)
+    for behaviour in found.behaviours:
+        known = [rule for rule in behaviour.rules if rule.best is not None]
+        if known:
+            nearest = max(known, key=lambda rule: rule.best or 0.0)
+            text = f"{nearest.name}, {_percent(nearest.best)} of choices"
+            fields[f"nearest rule in {behaviour.scenario}"] = text
+    print_record(console, found.policy, fields)
+    console.print(
+        Text(
+            "Looks at: share of choices that change if the feature is exchanged. The "
+            "settings of its training: --all.",
+            style="dim",
+        )
+    )
 
 
 def _plain(value: Any) -> str:
@@ -43,8 +72,11 @@ def _plain(value: Any) -> str:
 
 
 def print_inspection(console: Console, found: Inspection, *, all_features: bool = False) -> None:
-    """Print everything: the file, each scenario, the features, the attention."""
-    print_about(console, found.policy, found.parameters, found.about)
+    """Print the main points, then each scenario, the features and the attention.
+
+    ``all_features``: all of them, and what the policy's file says of its training.
+    """
+    print_brief(console, found)
     for behaviour in found.behaviours:
         console.print()
         _print_behaviour(console, behaviour)
@@ -54,6 +86,9 @@ def print_inspection(console: Console, found: Inspection, *, all_features: bool 
     _print_sources(console, found.audit)
     console.print()
     _print_attention(console, found.audit)
+    if all_features:
+        console.print()
+        print_about(console, found.policy, found.parameters, found.about)
 
 
 def _heading(console: Console, text: str) -> None:

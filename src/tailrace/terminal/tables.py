@@ -78,29 +78,40 @@ def print_columns(console: Console, columns: Sequence[Column], bold: Sequence[in
         console.print(Text(f"Left out for lack of width: {labels}.", style="dim"))
 
 
-def print_comparison(console: Console, comparison: Comparison) -> None:
-    """Print the ranked table of a comparison."""
+def print_comparison(console: Console, comparison: Comparison, *, wide: bool = False) -> None:
+    """Print what was compared and by which figure, then the ranked table; ``wide``: all columns."""
     entries = comparison.entries
     means = [e.mean for e in entries]
+    console.print(Text(_comparison_note(comparison), style="dim"))
     columns = [
         Column(("", "policy"), [e.policy for e in entries], left=True),
         Column(("cost", "s"), [_two_decimals(m.cost_s) for m in means]),
-        Column(("vs.", "ref."), [_ratio(e.versus_reference) for e in entries]),
+        Column(("rela-", "tive"), [_ratio(e.versus_reference) for e in entries]),
         Column(("95 %", "interval"), [_interval(e.versus_reference) for e in entries], 2),
     ]
-    columns += _latency_columns("TTFT", "s", [m.ttft_s for m in means], 1.0)
-    columns += _latency_columns("TPOT", "ms", [m.tpot_s for m in means], 1e3)
-    columns += _latency_columns("E2E", "s", [m.e2e_s for m in means], 1.0)
-    columns += [
-        Column(("req", "/s"), [number(m.requests_per_s) for m in means]),
-        Column(("", "imb."), [number(m.imbalance) for m in means], 1, label="imbalance"),
-        Column(("", "hit"), [percent(m.prefix_hit_rate) for m in means], 3, label="prefix hits"),
+    latencies = [
+        *_latency_columns("TTFT", "s", [m.ttft_s for m in means], 1.0),
+        *_latency_columns("TPOT", "ms", [m.tpot_s for m in means], 1e3),
+        *_latency_columns("E2E", "s", [m.e2e_s for m in means], 1.0),
     ]
+    if not wide:
+        shown = {"TTFT mean", "TTFT P99", "E2E mean"}
+        latencies = [
+            Column((c.label.split()[0], f"{c.heading[1]} s"), c.cells, label=c.label)
+            for c in latencies
+            if c.label in shown
+        ]
+    columns += [*latencies, Column(("req", "/s"), [number(m.requests_per_s) for m in means])]
+    if wide:
+        hits = [percent(m.prefix_hit_rate) for m in means]
+        columns += [
+            Column(("busiest", "/mean"), [number(m.imbalance) for m in means], 1, label="busiest"),
+            Column(("", "hit"), hits, 3, label="prefix hits"),
+        ]
     if any(m.failed or m.pending for m in means):
         columns.append(Column(("", "unserved"), [str(m.failed + m.pending) for m in means]))
     reference = [i for i, e in enumerate(entries) if e.policy == comparison.reference]
     print_columns(console, columns, bold=reference)
-    console.print(Text(_comparison_note(comparison), style="dim"))
 
 
 def _latency_columns(name: str, unit: str, values: Sequence[Latency], scale: float) -> list[Column]:
@@ -146,9 +157,8 @@ def _comparison_note(comparison: Comparison) -> str:
     )
     return (
         f"{entry.mean.requests // seeds} requests at {pace}, {seeds} seed{'s' * (seeds > 1)}, "
-        f"{comparison.scenario.cluster.size} replicas. "
-        f"cost = mean of {_cost_formula()}; "
-        f"ref. = {comparison.reference}; imb. = largest / mean busy time."
+        f"{comparison.scenario.cluster.size} replicas. Ranked by latency cost, lowest first: the "
+        f"mean over requests of {_cost_formula()}. Relative: to {comparison.reference}."
     )
 
 
@@ -156,7 +166,7 @@ def _cost_formula() -> str:
     ttft = "TTFT" if TTFT_WEIGHT == 1 else f"{TTFT_WEIGHT:g}*TTFT"
     return (
         f"{E2E_WEIGHT:g}*E2E + {ttft} + {LATE_WEIGHT:g}*max(0, TTFT - SLO), "
-        f"{LOST_COST_S:g} more if unserved"
+        f"and {LOST_COST_S:g} s if unserved"
     )
 
 
@@ -228,7 +238,7 @@ def _facts(s: Summary) -> list[tuple[str, str]]:
         ("requests", f"{s.finished} of {s.requests} finished in {s.duration_s:.1f} s"),
         ("throughput", f"{number(s.requests_per_s)} requests/s, {tokens} output tokens/s"),
         ("within SLO", f"{100 * s.slo_attainment:.1f} %, {number(s.goodput_rps)} requests/s"),
-        ("composite cost", f"{number(s.cost_s)} s"),
+        ("latency cost", f"{number(s.cost_s)} s (mean of {_cost_formula()})"),
         ("prefix hits", f"{100 * s.prefix_hit_rate:.1f} % of prompt tokens"),
         ("mean batch size", number(s.mean_batch_size)),
         ("preemptions", str(s.preemptions)),

@@ -11,6 +11,8 @@ HARDWARE = {
     "a40-llama2-7b": (devices.A40, devices.LLAMA2_7B),
     "a100-llama2-70b-tp4": (devices.A100, devices.LLAMA2_70B_TP4),
     "h100-llama2-70b-tp4": (devices.H100, devices.LLAMA2_70B_TP4),
+    "h100-llama3-70b-tp4": (devices.H100, devices.LLAMA3_70B_TP4),
+    "h100-qwen3-30b-a3b": (devices.H100, devices.QWEN3_30B_A3B),
 }
 
 
@@ -56,11 +58,15 @@ def test_formulas_reproduce_the_reference():
         ("a40-llama2-7b", 14 * 256, 1.03e-3, 8.34e-6),
         ("a100-llama2-70b-tp4", 128 * 256, 5.50e-5, 5.00e-6),
         ("h100-llama2-70b-tp4", 128 * 256, 3.35e-5, 1.58e-6),
+        ("h100-llama3-70b-tp4", 128 * 256, 3.35e-5, 1.58e-6),
+        # 77.31e9 - 59.79e9 B of weights, 98 304 B per token: 43 requests
+        ("h100-qwen3-30b-a3b", 43 * 256, 4.02e-5, 1.89e-6),
     ],
 )
 def test_derived_figures(name, num_blocks, per_context_ms, per_prefill_ms):
     device = devices.get(name)
-    assert device.derived == ("per_context_ms", "per_prefill_ms", "num_blocks")
+    assert device.derived[-3:] == ("per_context_ms", "per_prefill_ms", "num_blocks")
+    assert ("base_ms" in device.derived) == (name == "h100-qwen3-30b-a3b")
     assert device.num_blocks == num_blocks
     assert device.cost.per_context_ms == pytest.approx(per_context_ms, rel=1e-9)
     assert device.cost.per_prefill_ms == pytest.approx(per_prefill_ms, rel=1e-9)
@@ -73,7 +79,7 @@ def test_no_preset_beats_its_hardware(name):
     read_weights_ms = model.weight_bytes / gpu.bandwidth * 1e3
     assert 0.4 < read_weights_ms / cost.base_ms < 0.9
     # 2 FLOP per 2-byte weight and token
-    compute_ms = model.weight_bytes / gpu.peak_flops * 1e3
+    compute_ms = model.active_bytes / gpu.peak_flops * 1e3
     marginal_ms = cost.per_token_ms + sum(slope for _, slope in cost.knots)
     assert 0.35 < compute_ms / marginal_ms < 0.9
 
@@ -106,3 +112,18 @@ def test_num_blocks_of_prefers_the_replicas_own():
 def test_unknown_device_names_the_nearest(call):
     with pytest.raises(TailraceError, match=r"unknown device 'a100-lama3-8b'.*a100-llama3-8b"):
         call(Replica(device="a100-lama3-8b"))
+
+
+def test_a_mixture_of_experts_reads_all_weights_and_multiplies_some():
+    cost = devices.get("h100-qwen3-30b-a3b").cost
+    assert devices.QWEN3_30B_A3B.weight_bytes == 96 * (2048 * 128 * 72 + 3 * 2048 * 768 * 128)
+    assert devices.QWEN3_30B_A3B.active_bytes == 96 * (2048 * 128 * 72 + 3 * 2048 * 768 * 8)
+    assert (cost.base_ms, cost.per_token_ms) == (25.5, 0.011)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [("h100", "h100-llama2-7b"), ("a40", "a40-llama2-7b"), ("llama3-8b", "a100-llama3-8b")],
+)
+def test_half_a_name_is_the_first_preset_with_it(asked, found):
+    assert devices.get(asked).name == found

@@ -55,7 +55,7 @@ API_KEY = "OPENAI_API_KEY"
 )  # fmt: skip
 @options.warmup
 @option(
-    "-o", "--out", type=FileType(".parquet"), section=OUTPUT,
+    "-o", "--out", "--output", "out", type=FileType(".parquet"), section=OUTPUT,
     help="Write one row per request; FILE ends in .parquet.",
 )  # fmt: skip
 @options.json

@@ -54,7 +54,7 @@ _SERVERS = "Servers (what you know of them; the rest is measured, or assumed and
 @profile_options(_PROFILES, required=False)
 @section_options(_SERVERS, "replica", Replica, but=("count", "device", "speed"))
 @option(
-    "-o", "--out", type=FileType(".toml"), section=OUTPUT,
+    "-o", "--out", "--output", "out", type=FileType(".toml"), section=OUTPUT,
     help="Write the cluster as a TOML file for --config and --cluster.",
 )  # fmt: skip
 @option(

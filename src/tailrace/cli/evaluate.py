@@ -75,7 +75,7 @@ DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
 @options.jobs
 @options.workers
 @option(
-    "-o", "--output", type=FILE, section=OUTPUT, metavar="FOLDER",
+    "-o", "--out", "--output", "output", type=FILE, section=OUTPUT, metavar="FOLDER",
     help="Keep cells, results.parquet and results.json there; the same command goes on where it "
     "was interrupted.",
 )  # fmt: skip

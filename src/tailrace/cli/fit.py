@@ -48,7 +48,7 @@ def profile_options(section: str, *, required: bool) -> Callable[[F], F]:
     help="Take the profile of this KV block size.",
 )  # fmt: skip
 @option(
-    "-o", "--out", type=FileType(".toml"), section=OUTPUT,
+    "-o", "--out", "--output", "out", type=FileType(".toml"), section=OUTPUT,
     help="Write the cost model as a TOML file for --config.",
 )  # fmt: skip
 @options.json

@@ -45,6 +45,17 @@ SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Router", "router", RouterSettings),
     ("Engine", "engine", Engine),
 )
+INSIDE = "Inside a replica"
+VIDUR = "For comparison with Vidur"
+#: Settings that stand under a heading of their own, after the others.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("scheduler", "num_blocks", "block_size", "batch_cap", "chunk_size", "prefix_caching"),
+        INSIDE,
+    ),
+    **dict.fromkeys(("watermark", "max_batch_tokens", "preallocate_tokens", "num_stages"), VIDUR),
+    **dict.fromkeys(("max_request_tokens", "max_waiting_iters", "exact", "vidur_compat"), VIDUR),
+}
 GENERAL = "General"
 OUTPUT = "Output"
 #: What a seed may be, everywhere; the largest is tailrace.seeds.MAX_SEED.
@@ -79,6 +90,9 @@ class SectionedCommand(click.Command):
             record = param.get_help_record(ctx)
             if record is not None and record[1]:
                 sections.setdefault(getattr(param, "section", GENERAL), []).append(record)
+        for title in (INSIDE, VIDUR):
+            if title in sections:
+                sections[title] = sections.pop(title)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -151,7 +165,7 @@ def _setting_option(
         type=kind,
         default=None,
         help=help_text,
-        section=title,
+        section=_ELSEWHERE.get(field, title) if title != GENERAL else title,
         shell_complete=_COMPLETIONS.get((key, field)),
     )
 
@@ -342,8 +356,20 @@ def _apply_flags(data: dict[str, Any], flags: Mapping[tuple[str, str], Any]) -> 
                 f"--replicas is ambiguous: the cluster has {len(kinds)} kinds of replicas; "
                 f"say which, e.g. --set cluster.replicas.0.count={value}"
             )
+        if field == "device":
+            value = _whole_name(value)
         for kind in kinds:
             kind[field] = value
+
+
+def _whole_name(device: str) -> str:
+    """Return the preset that a device or a model alone stands for, and say which that is."""
+    from tailrace.view import devices
+
+    found = devices.get(device).name
+    if found != device:
+        click.echo(f"note: --device {device} is taken as {found}", err=True)
+    return found
 
 
 def _section(data: dict[str, Any], key: str) -> dict[str, Any]:

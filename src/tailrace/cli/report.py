@@ -22,7 +22,8 @@ from tailrace.cli.options import FILE, OUTPUT, FileType, option
 )  # fmt: skip
 @options.jobs
 @option(
-    "-o", "--output", type=FileType(".html", ".htm"), section=OUTPUT, metavar="FILE.html",
+    "-o", "--out", "--output", "output", type=FileType(".html", ".htm"), section=OUTPUT,
+    metavar="FILE.html",
     help="HTML file, complete in itself. [default: RESULTS/report.html]",
 )  # fmt: skip
 @option(

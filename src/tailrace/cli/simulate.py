@@ -17,7 +17,7 @@ from tailrace.config import Scenario
 @option("--seed", type=SEED, default=0, help="Seed of traffic and ties.")
 @options.warmup
 @option(
-    "-o", "--out", type=FileType(".csv", ".parquet"), section=OUTPUT,
+    "-o", "--out", "--output", "out", type=FileType(".csv", ".parquet"), section=OUTPUT,
     help="Write one row per request; FILE ends in .csv or .parquet.",
 )  # fmt: skip
 @option(

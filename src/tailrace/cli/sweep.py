@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     help="ray (Ray, started on this machine) or ray:ADDRESS (a Ray cluster).",
 )  # fmt: skip
 @option(
-    "-o", "--output", type=FILE, metavar="FOLDER", section=OUTPUT,
+    "-o", "--out", "--output", "output", type=FILE, metavar="FOLDER", section=OUTPUT,
     help="Folder of the sweep. [default: runs/sweep-PRESET-SEED]",
 )  # fmt: skip
 @options.json

@@ -84,7 +84,7 @@ VIDUR_REQUESTS, VIDUR_WORLDS = 500, 2
 @options.jobs
 @options.workers
 @option(
-    "-o", "--output", type=FILE, metavar="FOLDER", section=OUTPUT,
+    "-o", "--out", "--output", "output", type=FILE, metavar="FOLDER", section=OUTPUT,
     help="Folder of the run. [default: runs/PRESET-SEED]",
 )  # fmt: skip
 @options.json

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @options.jobs
 @options.workers
 @option(
-    "-o", "--output", type=FILE, section=OUTPUT,
+    "-o", "--out", "--output", "output", type=FILE, section=OUTPUT,
     help="Write there: constants to a .json (rules in it that are not tuned now stay), linear_es "
     "or predict_greedy to a .tailrace.",
 )  # fmt: skip

@@ -16,7 +16,13 @@ if TYPE_CHECKING:
 
 _NAME = click.argument("name", shell_complete=names.workloads)
 _OUT = option(
-    "-o", "--out", type=FileType(".csv", ".parquet"), required=True, help="A .csv or .parquet."
+    "-o",
+    "--out",
+    "--output",
+    "out",
+    type=FileType(".csv", ".parquet"),
+    required=True,
+    help="A .csv or .parquet.",
 )
 _SEED = option("--seed", type=SEED, default=0, help="Seed of the traffic.")
 
@@ -102,7 +108,8 @@ def write_command(name: str, out: Path, seed: int, **settings: Any) -> None:
 @click.argument("file", type=FILE)
 @click.option(
     "--format", "format_name", default="auto", show_default=True,
-    help="azure, mooncake, vidur, burstgpt, csv or parquet; auto looks at the file.",
+    help="azure, vidur, burstgpt, csv, mooncake, parquet or decisions (a log of `tailrace serve`); "
+    "auto looks at the file.",
 )  # fmt: skip
 @click.option("--sort", is_flag=True, help="Put an unsorted file in order of arrival.")
 @_OUT
@@ -112,7 +119,7 @@ def import_command(file: Path, format_name: str, sort: bool, out: Path) -> None:
     from tailrace.workload import traces
 
     trace = traces.read(file, format_name, sort=sort)
-    traces.write(trace.table, out, has_arrivals=trace.has_arrivals)
+    traces.write(trace.table, out, has_arrivals=trace.has_arrivals, has_slos=trace.has_slos)
     about = {
         "requests": len(trace.table),
         "written_to": out,

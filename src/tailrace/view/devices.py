@@ -22,7 +22,13 @@ PLANNED_REQUEST_TOKENS = 4096  # capacity is planned in whole requests of this l
 READ_EFFICIENCY = 0.73  # of the memory bandwidth, reading the context of decodes
 MATH_EFFICIENCY = 0.42  # of the tensor peak, attention of prefills
 
+# Shares of the peaks that whole iterations of the fitted presets reach: 0.62 to 0.74 of the
+# bandwidth when they read the weights, 0.4 to 0.7 of the tensor peak per token of a large batch.
+WEIGHT_READ_EFFICIENCY = 0.7
+WEIGHT_MATH_EFFICIENCY = 0.5
+
 DERIVED = ("per_context_ms", "per_prefill_ms", "num_blocks")
+ALL_DERIVED = ("base_ms", "per_token_ms", *DERIVED)
 
 
 @dataclass(frozen=True)
@@ -42,15 +48,26 @@ class Model:
     q_heads: int
     kv_heads: int
     head_dim: int
-    mlp_dim: int  # inner width of the gated MLP
+    mlp_dim: int  # inner width of the gated MLP, or of one expert
     tensor_parallel: int = 1
+    hidden: int = 0  # width of the layers; 0: q_heads * head_dim
+    experts: int = 1
+    active_experts: int = 1  # of those, how many a token passes
 
     @property
     def weight_bytes(self) -> int:
         """Weights of all layers on one device; embedding and output head are left out."""
-        hidden = self.q_heads * self.head_dim
+        return self._layer_bytes(self.experts)
+
+    @property
+    def active_bytes(self) -> int:
+        """Those of them that one token passes."""
+        return self._layer_bytes(self.active_experts)
+
+    def _layer_bytes(self, experts: int) -> int:
+        hidden = self.hidden or self.q_heads * self.head_dim
         attention = hidden * self.head_dim * 2 * (self.q_heads + self.kv_heads)
-        mlp = 3 * hidden * self.mlp_dim
+        mlp = 3 * hidden * self.mlp_dim * experts
         return BYTES_PER_VALUE * self.layers * (attention + mlp) // self.tensor_parallel
 
     @property
@@ -92,6 +109,17 @@ def derived_per_prefill_ms(gpu: Gpu, model: Model) -> float:
     return model.flop_per_pair / (gpu.peak_flops * MATH_EFFICIENCY) * 1e3
 
 
+def derived_token_part(gpu: Gpu, model: Model) -> tuple[float, float]:
+    """Return base and per token, ms: a batch reads all weights, a token multiplies its own.
+
+    A mixture of experts is taken as read in full: 32 tokens of 8 out of 128 experts reach 87 % of
+    them.
+    """
+    base = model.weight_bytes / (gpu.bandwidth * WEIGHT_READ_EFFICIENCY) * 1e3
+    # 2 FLOP per weight of 2 bytes
+    return base, model.active_bytes / (gpu.peak_flops * WEIGHT_MATH_EFFICIENCY) * 1e3
+
+
 def planned_blocks(gpu: Gpu, model: Model) -> int:
     """Return the KV blocks that fit beside the weights, as Vidur's memory planner counts them."""
     room = gpu.memory_gib * 2**30 * MEMORY_SHARE - model.weight_bytes
@@ -108,6 +136,13 @@ LLAMA2_7B = Model(layers=32, q_heads=32, kv_heads=32, head_dim=128, mlp_dim=1100
 LLAMA2_70B_TP4 = Model(
     layers=80, q_heads=64, kv_heads=8, head_dim=128, mlp_dim=28672, tensor_parallel=4
 )
+
+#: Layers of the shape of Llama-2-70B's; Llama 3.1 and 3.3 are the same.
+LLAMA3_70B_TP4 = LLAMA2_70B_TP4
+QWEN3_30B_A3B = Model(
+    layers=48, q_heads=32, kv_heads=4, head_dim=128, mlp_dim=768,
+    hidden=2048, experts=128, active_experts=8,
+)  # fmt: skip
 
 REFERENCE = Device(
     name="a100-llama3-8b",
@@ -130,23 +165,32 @@ def _derive(
     description: str,
     gpu: Gpu,
     model: Model,
-    token_part: tuple[float, float, float, float],
+    token_part: tuple[float, float, float, float] | None,
+    source: str = "token part fitted to Vidur's public profiles, the rest derived from data sheets",
 ) -> Device:
-    """Return a preset: token part (base, per token, knot, slope) fitted, the rest derived."""
-    base_ms, per_token_ms, knot, slope_ms = token_part
+    """Return a preset: token part (base, per token, knot, slope) fitted, the rest derived.
+
+    None: the token part is derived too.
+    """
+    if token_part is None:
+        base_ms, per_token_ms = map(_three_digits, derived_token_part(gpu, model))
+        knots: tuple[tuple[float, float], ...] = ()
+    else:
+        base_ms, per_token_ms, *knot = token_part
+        knots = ((knot[0], knot[1]),)
     return Device(
         name=name,
         description=description,
         cost=CostModel(
             base_ms=base_ms,
             per_token_ms=per_token_ms,
-            knots=((knot, slope_ms),),
+            knots=knots,
             per_context_ms=_three_digits(derived_per_context_ms(gpu, model)),
             per_prefill_ms=_three_digits(derived_per_prefill_ms(gpu, model)),
         ),
         num_blocks=planned_blocks(gpu, model),
-        derived=DERIVED,
-        source="token part fitted to Vidur's public profiles, the rest derived from data sheets",
+        derived=ALL_DERIVED if token_part is None else DERIVED,
+        source=source,
     )
 
 
@@ -187,6 +231,24 @@ _PRESETS = {
             LLAMA2_70B_TP4,
             (24.3, 0.0078, 128, 0.0553),
         ),
+        _derive(
+            "h100-llama3-70b-tp4",
+            "Llama-3.3-70B on four H100 80 GB, tensor parallel",
+            H100,
+            LLAMA3_70B_TP4,
+            (24.3, 0.0078, 128, 0.0553),
+            "token part fitted to Vidur's public profiles of Llama-2-70B, whose layers have the "
+            "same shape; the rest derived from data sheets",
+        ),
+        _derive(
+            "h100-qwen3-30b-a3b",
+            "Qwen3-30B-A3B, a mixture of 128 experts, on one H100 80 GB",
+            H100,
+            QWEN3_30B_A3B,
+            None,
+            "derived from data sheets and the model's published shape; calibrate before you rely "
+            "on it",
+        ),
     )
 }
 
@@ -197,11 +259,16 @@ def names() -> tuple[str, ...]:
 
 
 def get(name: str) -> Device:
-    """Return a preset, or raise an error that names the nearest ones."""
-    try:
+    """Return a preset, or raise an error that names the nearest ones.
+
+    A device without a model (``h100``), or a model without a device, is the first preset with it.
+    """
+    if name in _PRESETS:
         return _PRESETS[name]
-    except KeyError:
-        raise unknown_name("device", name, _PRESETS) from None
+    for preset in _PRESETS.values():
+        if preset.name.startswith(f"{name}-") or preset.name.partition("-")[2] == name:
+            return preset
+    raise unknown_name("device", name, _PRESETS)
 
 
 def cost_of(replica: Replica) -> CostModel:

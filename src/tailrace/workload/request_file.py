@@ -73,12 +73,17 @@ def parse(sheet: Sheet) -> Imported:
     return Imported(table, np.arange(len(rows)), has_arrivals="arrival_s" in sheet)
 
 
-def write(table: RequestTable, path: Path, *, has_arrivals: bool = True) -> None:
+def write(
+    table: RequestTable, path: Path, *, has_arrivals: bool = True, has_slos: bool = True
+) -> None:
     """Write a table to a CSV or Parquet file, by its suffix, all of it or nothing.
 
-    Without arrivals the file has lengths only, so that it cannot be replayed by mistake.
+    Without arrivals the file has lengths only, so that it cannot be replayed by mistake; without
+    SLOs those of the settings hold when it is played.
     """
-    names = tuple(c for c in COLUMNS if has_arrivals or c != "arrival_s")
+    left_out = {"arrival_s": not has_arrivals, "ttft_slo_s": not has_slos}
+    left_out["tpot_slo_s"] = not has_slos
+    names = tuple(c for c in COLUMNS if not left_out.get(c))
     writers = {".csv": _write_csv, ".parquet": _write_parquet}
     if path.suffix not in writers:
         raise TailraceError(f"cannot write {path}: the name must end in .csv or .parquet")

@@ -16,7 +16,7 @@ from tailrace.errors import TailraceError, unknown_name
 from tailrace.workload import decision_log, request_file, trace_formats
 from tailrace.workload.columns import Sheet, header_of, read_parquet, read_text
 from tailrace.workload.draft import reorder
-from tailrace.workload.table import RequestTable, RowError
+from tailrace.workload.table import DEFAULT_TTFT_SLO_S, RequestTable, RowError
 from tailrace.workload.trace_formats import Imported
 
 AUTO = "auto"
@@ -75,15 +75,20 @@ def read(path: Path | str, format: str = AUTO, *, sort: bool = False) -> Trace: 
         raise TailraceError(f"{path} is not text (UTF-8): {error}") from None
     table, was_sorted = _in_order(path, found, imported, sheet, sort=sort)
     has_slos = sheet is not None and "ttft_slo_s" in sheet and "tpot_slo_s" in sheet
+    if found == "decisions":  # clients of the router may have sent some
+        has_slos = bool((table.rows["ttft_slo_s"] != DEFAULT_TTFT_SLO_S).any())
     return Trace(table, found, imported.skipped, was_sorted, imported.has_arrivals, has_slos)
 
 
-def write(table: RequestTable, path: Path | str, *, has_arrivals: bool = True) -> None:
+def write(
+    table: RequestTable, path: Path | str, *, has_arrivals: bool = True, has_slos: bool = True
+) -> None:
     """Write a table to a .csv or .parquet file; the file appears whole or not at all.
 
-    ``has_arrivals`` = False leaves the arrival times out, as they mean nothing.
+    ``has_arrivals`` = False leaves the arrival times out, as they mean nothing; ``has_slos`` =
+    False the latency targets, so that those of the settings hold.
     """
-    request_file.write(table, Path(path), has_arrivals=has_arrivals)
+    request_file.write(table, Path(path), has_arrivals=has_arrivals, has_slos=has_slos)
 
 
 def detect(path: Path) -> str:

@@ -19,7 +19,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
+.PHONY: help dist test-docs demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -55,6 +55,17 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+dist: $(STAMP) ## build the wheel, install it into a clean environment and run commands from it
+	rm -rf dist build/wheel-check
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist .
+	$(PYTHON) -m venv build/wheel-check
+	build/wheel-check/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/tailrace-*.whl
+	cd build/wheel-check && bin/tailrace --version && bin/tailrace policies tailrace && bin/tailrace simulate --requests 200
+	@ls -l dist
+
+test-docs: $(STAMP) ## run every command of README and pages (a quarter of an hour)
+	$(PYTEST) -m docs tests/test_commands.py
 
 test-interpreted: $(STAMP) ## the tests small enough to run without the compiler, with coverage
 	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) -n $(WORKERS) -m "not compiled" --cov --cov-report=term:skip-covered

@@ -14,6 +14,7 @@ OPT_IN = {
     "vidur": "needs the vidur package: make test-vidur",
     "ray": "needs Ray in a network namespace of its own: make test-ray",
     "loop": "takes minutes of load: make test-loop",
+    "docs": "runs the commands of the pages: make test-docs",
 }
 
 

@@ -56,6 +56,7 @@ LAYERS = (
     ("integrations",),
     ("terminal",),
     ("report",),
+    ("api",),
     ("cli",),
 )
 

@@ -1,9 +1,10 @@
 """Scenarios by name or file: reading them, and storing a measured capacity in a file.
 
-A scenario is a TOML file of the settings in :class:`tailrace.config.Scenario`. The shipped ones
-stand in ``tailrace/scenarios``.
+A scenario is a TOML file of the settings in :class:`tailrace.config.Scenario`, or a JSON file, as
+``tailrace evaluate`` writes them. The shipped ones stand in ``tailrace/scenarios``.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
@@ -27,9 +28,9 @@ def names() -> list[str]:
 
 
 def find(name_or_file: str | Path) -> Path:
-    """Return the file of a scenario, given its name or a path that ends in .toml."""
+    """Return the file of a scenario, given its name or a path that ends in .toml or .json."""
     text = str(name_or_file)
-    if text.endswith(".toml"):
+    if text.endswith((".toml", ".json")):
         return Path(text)
     if text not in names():
         raise unknown_name("scenario", text, names())
@@ -39,8 +40,20 @@ def find(name_or_file: str | Path) -> Path:
 def read(name_or_file: str | Path) -> dict[str, Any]:
     """Return the settings of a scenario as plain data; its name defaults to the file's."""
     path = find(name_or_file)
-    data = load_toml(path)
+    data = _load_json(path) if path.suffix == ".json" else load_toml(path)
     data.setdefault("name", path.stem)
+    return data
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise TailraceError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise TailraceError(f"{path} must hold an object of settings")
     return data
 
 

@@ -32,6 +32,10 @@ class Figure:
     note: str = ""
 
 
+#: All of so few dots are named.
+FEW_POINTS = 10
+
+
 def pareto(results: Results) -> list[Figure]:
     """Mean against P99 of both latencies, of every policy, as multiples of the best single rule."""
     found = []
@@ -50,6 +54,18 @@ def pareto(results: Results) -> list[Figure]:
             )
         )
     return found
+
+
+def has_front(results: Results) -> bool:
+    """Whether no single policy is best in mean and P99 of a latency: then there is a line."""
+    pairs = (("mean_ttft", "p99_ttft"), ("mean_e2e", "p99_e2e"))
+    fronts = [
+        _front(
+            list(zip(_relative(results, x).values(), _relative(results, y).values(), strict=True))
+        )
+        for x, y in pairs
+    ]
+    return any(len(front) > 1 for front in fronts)
 
 
 def _relative(results: Results, metric: str) -> dict[str, float]:
@@ -75,6 +91,8 @@ def _cloud(results: Results, points: dict[str, tuple[float, float]], what: str) 
     stairs = [p for pair in _stairs(front) for p in pair]
     panel.line(stairs, "front", "the others are beaten in both")
     named = [n for n in _named(results) if n in points]
+    if len(points) <= FEW_POINTS:
+        named = list(points)
     for name in sorted(points, key=lambda n: n in named):
         x, y = points[name]
         part = _part(results, name)

@@ -30,6 +30,7 @@ FEW_SEEDS = 10
 def content(results: Results, replays: Replays | None, method: Section) -> ReportContent:
     """Put a report together; without replays it has no plots that need them."""
     each = versus_each(results.grid, results.subject, results.best_of_each)
+    lined = charts.has_front(results)
     sections = [
         Section("headline", "Against the best there is", (Tabular(tables.headline(results)),)),
         _scenarios(results, each),
@@ -39,8 +40,8 @@ def content(results: Results, replays: Replays | None, method: Section) -> Repor
             (
                 Words(
                     f"Each dot is a policy, relative to {results.data.best_single}: geometric "
-                    "means over scenarios. Further left and down is better; no policy beats those "
-                    "on the dotted line in both."
+                    "means over scenarios. Further left and down is better"
+                    + ("; no policy beats those on the dotted line in both." if lined else ".")
                 ),
                 Gallery(tuple(charts.pareto(results)), _overall_legend(results)),
                 Tabular(tables.ranking(results), "Ranking of all policies"),
@@ -111,7 +112,9 @@ def _tiles(results: Results, each: VersusBestOfEach) -> tuple[Tile, ...]:
         for key, label in tables.HEADLINE:
             others = [single] * len(results.grid.scenarios)
             ratio = results.grid.ratios(key, results.subject, others).geometric_mean()
-            tiles.append(_tile(label, ratio, more_is_better=key == "throughput"))
+            tiles.append(
+                _tile(f"{label}, against {single}", ratio, more_is_better=key == "throughput")
+            )
     better = sum(v.cost.ratio < 1 for v in each.verdicts)
     sure = round(each.share_surely_better * len(each.verdicts))
     tiles.append(
@@ -216,8 +219,9 @@ def _scenarios(results: Results, each: VersusBestOfEach) -> Section:
     lead = (
         f"The best rule of each scenario was chosen among the rules that took part, on "
         f"{_count(len(results.data.selection_seeds), 'tuning seed')}, then both met the same "
-        f"requests. A hollow dot: the interval holds 1. That makes {len(verdicts)} comparisons; p "
-        f"is adjusted for it (Holm), intervals are not: of {len(verdicts)} about "
+        f"requests. A hollow dot: the interval holds 1. That makes "
+        f"{_count(len(verdicts), 'comparison')}; p is adjusted for it (Holm), intervals are not: "
+        f"of {len(verdicts)} about "
         f"{(1 - CONFIDENCE) * len(verdicts):.1f} miss the truth by chance.{few}"
     )
     table = tables.scenarios(each)

@@ -13,6 +13,7 @@ from markupsafe import Markup
 from tailrace import __version__
 from tailrace.evaluate.judge.baselines import members
 from tailrace.evaluate.judge.replays import Replays
+from tailrace.evaluate.judge.results import scenario_file
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.measure.cells import source_digest
 from tailrace.evaluate.measure.contender import Role
@@ -58,7 +59,9 @@ def evaluate_command(results: Results) -> str:
     data = results.data
     words = ["tailrace", "evaluate"]
     if data.suite == "custom":
-        words += [w for name in results.grid.scenarios for w in ("--scenario", name)]
+        for name in results.grid.scenarios:
+            file = scenario_file(results.folder, name)
+            words += ["--scenario", str(file) if file.is_file() else name]
     else:
         words += ["--suite", data.suite]
     subjects = [s.spec for s in data.policies if s.role is Role.SUBJECT or s.policy == data.subject]

@@ -9,12 +9,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pyarrow as pa
 import pyarrow.parquet
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tailrace import __version__
+from tailrace import scenario as scenarios
 from tailrace.errors import TailraceError
 from tailrace.evaluate.judge.baselines import REFERENCE
 from tailrace.evaluate.judge.bootstrap import Interval
@@ -174,10 +176,21 @@ class ResultsFile(_Part):
 
 
 def write(found: Evaluation, folder: Path) -> None:
-    """Write both files into ``folder``."""
+    """Write both files into ``folder``, and the scenarios that do not ship with Tailrace."""
     with atomic_path(folder / PARQUET) as temporary:
         pyarrow.parquet.write_table(table(found), temporary, compression="zstd")
-    write_text(folder / JSON, as_text(results_of(found)) + "\n")
+    results = results_of(found)
+    for name, settings in results.scenarios.items():
+        if name not in scenarios.names():
+            path = scenario_file(folder, name)
+            path.parent.mkdir(exist_ok=True)
+            write_text(path, dumps({"name": name, **settings}) + "\n")
+    write_text(folder / JSON, as_text(results) + "\n")
+
+
+def scenario_file(folder: Path, name: str) -> Path:
+    """Where the settings of a scenario of one's own are kept."""
+    return folder / "scenarios" / f"{quote(name, safe=' ')}.json"
 
 
 def as_text(results: ResultsFile) -> str:

@@ -1,0 +1,86 @@
+"""The public interface: ``import tailrace as tr``."""
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+import tailrace as tr
+from tailrace import api
+
+STATES = Path(tr.__file__).parents[2] / "examples" / "states"
+#: A change here is a change for users: say so in the changelog.
+SIGNATURES = {
+    "compare": "scenario policies seeds requests reference warmup jobs",
+    "evaluate": "scenario policies against seeds selection_seeds requests warmup folder jobs",
+    "explain": "state policy",
+    "load_policy": "policy params",
+    "load_scenario": "scenario",
+    "simulate": "scenario policy seed requests warmup",
+    "train": "preset folder seed scenarios settings jobs",
+}
+
+
+def test_the_names_are_stable():
+    assert tr.__all__ == ["__version__", "Scenario", "TailraceError", *SIGNATURES]
+    stub = (Path(tr.__file__).parent / "__init__.pyi").read_text(encoding="utf-8")
+    for name, parameters in SIGNATURES.items():
+        assert " ".join(inspect.signature(getattr(api, name)).parameters) == parameters
+        assert f"import {name} as {name}\n" in stub
+    assert (Path(tr.__file__).parent / "py.typed").is_file()
+
+
+def test_importing_it_imports_nothing_heavy():
+    code = "import sys, tailrace; print({'numba', 'numpy', 'pydantic'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+    with pytest.raises(AttributeError, match="no attribute 'simluate'"):
+        tr.simluate  # noqa: B018
+
+
+def test_simulate_compare_and_a_scenario_of_ones_own():
+    scenario = tr.load_scenario("demo").with_workload(requests=40)
+    assert isinstance(scenario, tr.Scenario)
+    one = tr.simulate(scenario, "round_robin", seed=3)
+    assert one.to_arrow().num_rows == one.summary.requests == 40
+    found = tr.compare(scenario, ["round_robin", "lmetric"], seeds=2, jobs=1)
+    table = found.to_arrow()
+    assert table.num_rows == 6
+    assert {"policy", "seed", "cost_s", "ttft_s_p99"} <= set(table.column_names)
+    assert found.best == table["policy"][0].as_py()
+
+
+def test_evaluate_is_a_function_and_a_package():
+    found = tr.evaluate(
+        "demo",
+        ["lmetric"],
+        against=["round_robin"],
+        seeds=1,
+        selection_seeds=1,
+        requests=40,
+        jobs=1,
+    )
+    assert isinstance(found.to_arrow(), pa.Table)
+    assert {p.policy for p in found.results.policies} >= {"lmetric", "round_robin"}
+    from tailrace.evaluate.judge import suite  # the same name
+
+    assert suite is not None
+
+
+def test_policies_and_decisions():
+    assert tr.load_policy().name == "tailrace"
+    assert tr.load_policy("cache_aware", match_rate=0.5).name == "cache_aware"
+    with pytest.raises(tr.TailraceError, match="unknown policy"):
+        tr.load_policy("lmetrik")
+    found = tr.explain(STATES / "hot-prefix.toml")
+    assert found.policy == "tailrace"
+    assert found.options[found.chosen].probability > 0.5
+
+
+def test_a_frame_without_pandas_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(tr.TailraceError, match=r"to_frame\(\) needs pandas; to_arrow\(\) does not"):
+        tr.simulate("demo", "round_robin", requests=5).to_frame()

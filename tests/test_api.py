@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 import tailrace as tr
@@ -51,23 +50,6 @@ def test_simulate_compare_and_a_scenario_of_ones_own():
     assert table.num_rows == 6
     assert {"policy", "seed", "cost_s", "ttft_s_p99"} <= set(table.column_names)
     assert found.best == table["policy"][0].as_py()
-
-
-def test_evaluate_is_a_function_and_a_package():
-    found = tr.evaluate(
-        "demo",
-        ["lmetric"],
-        against=["round_robin"],
-        seeds=1,
-        selection_seeds=1,
-        requests=40,
-        jobs=1,
-    )
-    assert isinstance(found.to_arrow(), pa.Table)
-    assert {p.policy for p in found.results.policies} >= {"lmetric", "round_robin"}
-    from tailrace.evaluate.judge import suite  # the same name
-
-    assert suite is not None
 
 
 def test_policies_and_decisions():

@@ -38,7 +38,7 @@ AnyScenario = str | Path | Scenario
 DEFAULT_POLICY = registry.SHIPPED_NAME
 
 
-class Tabular:
+class ResultTable:
     """A result that is also a table."""
 
     def to_arrow(self) -> pa.Table:
@@ -54,7 +54,7 @@ class Tabular:
 
 
 @dataclass(frozen=True)
-class Simulated(Tabular):
+class Simulated(ResultTable):
     """One run: its figures, and one row per request."""
 
     scenario: Scenario
@@ -70,7 +70,7 @@ class Simulated(Tabular):
 
 
 @dataclass(frozen=True)
-class Compared(Tabular):
+class Compared(ResultTable):
     """Policies on identical requests, the cheapest first."""
 
     comparison: comparisons.Comparison
@@ -93,7 +93,7 @@ class Compared(Tabular):
 
 
 @dataclass(frozen=True)
-class Evaluated(Tabular):
+class Evaluated(ResultTable):
     """Policies against baselines on held-out traffic."""
 
     evaluation: suite.Evaluation
@@ -109,7 +109,7 @@ class Evaluated(Tabular):
 
 
 @dataclass(frozen=True)
-class Trained(Tabular):
+class Trained(ResultTable):
     """A training run."""
 
     folder: Path

@@ -9,6 +9,7 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,9 @@ class ResultTable:
 
     def to_frame(self) -> Any:
         """Return the rows as a pandas DataFrame; needs pandas."""
-        try:
-            return self.to_arrow().to_pandas()
-        except ModuleNotFoundError as error:
-            raise TailraceError(f"to_frame() needs {error.name}; to_arrow() does not") from None
+        if find_spec("pandas") is None:
+            raise TailraceError("to_frame() needs pandas; to_arrow() does not")
+        return self.to_arrow().to_pandas()
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ TWO = ("-p", "random", "-p", "round_robin")
 def test_ranked_table(run):
     result = run("compare", *QUICK, *TWO, "--seeds", 2, "--jobs", 1)
     lines = result.stdout.splitlines()
-    assert {line.split()[0] for line in lines[2:5]} == {
+    assert {line.split()[0] for line in lines[-3:]} == {
         "random",
         "round_robin",
         "least_outstanding",
     }
-    costs = [float(line.split()[1]) for line in lines[2:5]]
+    costs = [float(line.split()[1]) for line in lines[-3:]]
     assert costs == sorted(costs)
-    assert "60 requests at 20.0 requests/s, 2 seeds, 4 replicas." in " ".join(lines[5:])
+    assert lines[0].startswith("60 requests at 20.0 requests/s, 2 seeds, 4 replicas.")
     assert result.stderr == ""
 
 

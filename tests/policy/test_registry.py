@@ -30,7 +30,7 @@ def write(folder: Path, text: str, name: str = "mine.py") -> str:
 
 def test_all_built_in_names_can_be_made() -> None:
     assert rules() == RULES
-    assert names()[: len(RULES)] == [rule.name for rule in RULES]
+    assert names() == [*shipped.TRAINED, *(rule.name for rule in RULES)]
     for name in names():
         assert get(name).name == name
 
@@ -168,7 +168,8 @@ def test_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = EntryPoint("broken", "no_such_module:Thing", registry.ENTRY_POINT_GROUP)
     shadowed = EntryPoint("random", "no_such_module:Thing", registry.ENTRY_POINT_GROUP)
     monkeypatch.setattr(registry, "entry_points", lambda group: [good, bad, shadowed])
-    assert names()[len(RULES) :] == ["broken", "installed"]
+    assert names()[-2:] == ["broken", "installed"]
+    assert len(names()) == len(shipped.TRAINED) + len(RULES) + 2
     assert isinstance(get("random"), BuiltinPolicy)
     assert get("installed").name == "installed"
     with pytest.raises(TailraceError, match="cannot load policy broken of no_such_module:Thing"):

@@ -125,6 +125,19 @@ def test_what_is_recorded_is_what_the_environment_shows_for_the_same_choices(eng
     assert rollout.metrics["raw_reward"] == pytest.approx(rollout.reward.mean())
 
 
+@pytest.mark.compiled
+def test_a_greedy_warm_up_draws_nothing():
+    sent = {"a": [], "b": []}
+    for stream in sent:
+        found = []
+        recorder = recorder_of(found, warmup=WARMUP, greedy_warmup=True, stream=stream)
+        recorder.record(temperature=100.0)
+        play(Between(recorder, sent[stream]), "compiled", decisions=24)
+        assert found[0].action.ravel().tolist() == sent[stream][WARMUP : WARMUP + 8]
+    assert sent["a"][:WARMUP] == sent["b"][:WARMUP]
+    assert sent["a"][WARMUP:] != sent["b"][WARMUP:]
+
+
 # ---- what is not learnt from --------------------------------------------------------------------
 
 

@@ -142,6 +142,16 @@ def test_a_warm_up_is_the_same_play_with_its_beginning_left_out():
 
 
 @pytest.mark.compiled
+def test_after_a_greedy_warm_up_the_clusters_of_a_group_are_in_the_same_state():
+    given = task("memory", warmup=16, group=2, episode_seeds=SEEDS[:2])
+    drawn, greedy = collect(given), collect(replace(given, greedy_warmup=True))
+    assert (drawn.replica_obs[0, 0] != drawn.replica_obs[0, 1]).any()
+    assert (greedy.replica_obs[0, 0] == greedy.replica_obs[0, 1]).all()
+    assert (greedy.replica_obs[0, 0] != greedy.replica_obs[0, 2]).any()
+    assert (greedy.action[:, 0] != greedy.action[:, 1]).any()  # what is recorded is drawn
+
+
+@pytest.mark.compiled
 def test_a_group_plays_the_same_requests_with_choices_of_its_own():
     rollout = collect(task(group=2, episode_seeds=SEEDS[:2]))
     assert (rollout.elapsed_s[:, 0] == rollout.elapsed_s[:, 1]).all()

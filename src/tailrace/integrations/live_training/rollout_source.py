@@ -34,6 +34,7 @@ class LiveRollouts:
             schedule.seed(first_seed),
             name="live",
             latency_limit_s=schedule.settings.stopping.latency_limit_s,
+            greedy_warmup=p.greedy_warmup,
         )
         self.router: LiveRouter | None = None
 

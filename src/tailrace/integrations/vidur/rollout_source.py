@@ -94,6 +94,7 @@ class VidurRollouts:
             p.warmup,
             self._schedule.seed(first + groups),
             latency_limit_s=self._schedule.settings.stopping.latency_limit_s,
+            greedy_warmup=p.greedy_warmup,
         )
         tasks = []
         for g in range(groups):

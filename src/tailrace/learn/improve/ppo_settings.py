@@ -107,6 +107,9 @@ class PpoSettings(LearningSettings):
     """Decisions recorded per cluster and update."""
     warmup: int = Field(default=128, ge=0)
     """Decisions played before them, to fill the queues."""
+    greedy_warmup: bool = False
+    """Take the best choice in those, as the trained policy will, instead of drawing: rollouts then
+    begin in states it gets into, the same for all clusters of a group."""
     chunk: Count = 32
     """Decisions in a row that a network with memory is trained on at once."""
     value_weight: Weight = 0.5

@@ -55,6 +55,8 @@ class Recording:
     """Decisions per chunk: the memory at the start of each is kept."""
     warmup: int = 0
     """Decisions before the first roll-out that are not recorded."""
+    greedy_warmup: bool = False
+    """Of those, the best choice is always taken."""
     seed: int = 0
     """Of the choices; ``stream`` tells recorders of one seed apart."""
     stream: str = "choices"
@@ -194,7 +196,8 @@ class Recorder(Policy):
         logits, memory = np.zeros((1, n), np.float32), self._memory[None].copy()
         batch = (array[None] for array in observation[:4])
         forward_many(self._params, *batch, memory, logits)
-        if not self._explores:
+        if not self._explores or (self.recording.greedy_warmup and self._left_to_skip):
+            self._left_to_skip = max(0, self._left_to_skip - self._explores)
             choice, log_prob = int(np.argmax(np.where(observation.mask, logits[0], -np.inf))), 0.0
             self._pending = _PendingDecision(
                 number, choice, log_prob, observation, memory[0], False

@@ -52,6 +52,8 @@ class RolloutTask:
     """So many neighbouring clusters play the same episode, each with choices of its own."""
     warmup: int = 0
     """Decisions per cluster that are not recorded: they fill the queues."""
+    greedy_warmup: bool = False
+    """Of those, the best choice is always taken."""
     decisions: int = 256
     """Decisions per cluster that are."""
     chunk: int = 32
@@ -149,7 +151,7 @@ def collect(task: RolloutTask) -> Rollout:
     env.reset(seed=task.seed, options={"episode_seeds": list(task.episode_seeds)})
     player = _Player(env, task)
     for _ in range(task.warmup):
-        player.step()
+        player.step(greedy=task.greedy_warmup)
     return player.record()
 
 
@@ -173,8 +175,8 @@ class _Player:
         self.has_prior = bool(task.config.prior)
         self.rows = np.arange(n)
 
-    def step(self) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
-        """Play one decision of every cluster.
+    def step(self, greedy: bool = False) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
+        """Play one decision of every cluster; ``greedy``: the best choice is always taken.
 
         Returns action, log-probability, reward, whether an alarm ended the episode, and info [n].
         """
@@ -192,7 +194,7 @@ class _Player:
             self.logits,
         )
         policy = behaviour(self.logits, out.mask, self.task.temperature, self.task.epsilon)
-        action = sample(policy, self.rng.random(len(policy)))
+        action = policy.argmax(axis=1) if greedy else sample(policy, self.rng.random(len(policy)))
         log_prob = np.log(policy[self.rows, action])
         _, reward, terminated, truncated, info = self.env.step(action)
         self.starts = terminated | truncated

@@ -96,6 +96,7 @@ class SimulatorRollouts:
                     clusters=groups * group,
                     group=group,
                     warmup=p.warmup,
+                    greedy_warmup=p.greedy_warmup,
                     decisions=p.decisions,
                     chunk=p.chunk,
                     temperature=exploration.temperature,

@@ -106,8 +106,8 @@ NOTES = (
     "CPU time of a resumed run is that of its last part.",
     "Vidur plays fewer requests and seeds, and of the scenarios only those that are listed.",
 )
-#: The evaluation seeds before this one were looked at while the preset ppo was made.
-FIRST_SEED = 100
+#: The evaluation seeds before this one were looked at while the presets were made.
+FIRST_SEED = 200
 IN_SIMULATOR = tuple(dict.fromkeys((*CHAT, *QUICK)))
 #: Scenarios that Vidur 0.0.26 can play as they are: it has no prefix cache.
 IN_VIDUR = ("slow-chat", "slow-chat-95", "uniform-chat-80", "uniform-chat-95")

@@ -182,6 +182,37 @@ def test_the_average_of_the_last_checkpoints_is_kept_if_it_is_the_best(
     assert outcome.best_score == (1 / told[-1] if better else 1.0)
 
 
+@pytest.mark.parametrize("resumed", [True, False])
+def test_a_policy_far_behind_the_best_one_is_given_up_for_it(resumed, place, tmp_path, monkeypatch):
+    evaluate, scores = Validation.evaluate, [1.0, 0.9, 2.0, 0.8, 0.81, 0.9]
+
+    def rigged(self, driver, workers):
+        return replace(evaluate(self, driver, workers), score=scores.pop(0))
+
+    monkeypatch.setattr(Validation, "evaluate", rigged)
+    asked = {"advantage": "gae", "objective": "clipped", "updates": 4,
+             "stopping": {"rollback_ratio": 1.1}}  # fmt: skip
+    run = tmp_path / "run"
+    if resumed:
+        with pytest.raises(Stopped):
+            Trainer(run, settings(place, asked), 1, StopAfter(3)).run()
+    scores.append(1.0)  # the policy that was put back at the end is judged again
+    Trainer(run, None if resumed else settings(place, asked), 1).run()
+    rows = log(run)
+    assert [row["rolled_back"] for row in rows] == ["0", "0", "1", "0", "0", "1"]
+    rates = [float(row["learning_rate"]) for row in rows[2:]]
+    assert rates == pytest.approx([3e-4, 1.5e-4, 1.5e-4, 1.5e-4])
+    kept = [checkpoint.read(run / "checkpoints" / f"{k:06d}.tailrace")[1] for k in range(6)]
+
+    def same(a, b):
+        return all((a[name] == b[name]).all() for name in a)
+
+    assert same(kept[2], kept[1])
+    assert not same(kept[3], kept[2])
+    assert same(kept[5], kept[3])
+    assert same(checkpoint.read(run / "last.tailrace")[1], kept[3])
+
+
 def test_a_run_clones_improves_and_keeps_the_best(tmp_path):
     """Cloning alone makes it better than by turns; the outcome names what is in the folder."""
     watcher = Noted()

@@ -46,7 +46,7 @@ COLUMNS = (
     "epsilon", "entropy_weight", "pulse", "raw_reward", "raw_reward_deviation",
     *(f"raw_reward_{name}" for name in RAW_QUANTILES), "share_at_lower_bound",
     "share_at_upper_bound", "score",
-    "score_vs_best_rule", *FIGURE_NAMES, "largest_share", "best", "red_flag",
+    "score_vs_best_rule", *FIGURE_NAMES, "largest_share", "best", "red_flag", "rolled_back",
     "alarms",
 )  # fmt: skip
 

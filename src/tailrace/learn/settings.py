@@ -242,6 +242,9 @@ class StoppingSettings(LatencyLimit):
     patience: int = Field(default=0, ge=0)
     """Stop after this many consecutive evaluations behind the best rule, not counting those during
     cloning; 0: never."""
+    rollback_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    """An evaluation whose score exceeds that of the best one by this factor puts the best policy
+    back and halves the learning rate; none: never."""
     collapse_share: Share = 0.995
     """Stop if one replica gets this share of the requests in every world of an evaluation."""
     min_reward_std: float = Field(default=1e-9, ge=0)

@@ -368,7 +368,8 @@ class Trainer:
                 "training draws its choices"
             )
             uniform = True
-        if not uniform:
+        rolled_back = update >= 0 and self._roll_back(result.score)
+        if not uniform and not rolled_back:
             stopping.check_collapse(result, self.settings.stopping)
         return {
             "score": result.score,
@@ -385,6 +386,7 @@ class Trainer:
             "replica_share": result.relative_shares,
             "best": int(is_best),
             "red_flag": int(flag),
+            "rolled_back": int(rolled_back),
         }
 
     def _is_near_uniform(self, result: ValidationResult) -> bool:
@@ -410,6 +412,17 @@ class Trainer:
         }
         self.state.best_score, self.state.best_step = result.score, step
         self.folder.save_policy(self.folder.best, network, self.settings, step, scores)
+        return True
+
+    def _roll_back(self, score: float) -> bool:
+        """Go back to the best policy if this one is far behind it; returns whether it was."""
+        ratio, best = self.settings.stopping.rollback_ratio, self.state.best_score
+        if ratio is None or best is None or score <= ratio * best:
+            return False
+        self.network.load_tensors(checkpoint.read(self.folder.best)[1])
+        self._validation_result = None
+        if self._improvement is not None:
+            self._improvement.rolled_back()
         return True
 
     def _evaluate_average(self) -> None:

@@ -25,7 +25,11 @@ METRICS = (
     ("ttft_p99_s", "P99 TTFT s", ".3f"),
 )
 #: What is said of a step if these are not zero.
-MARKS = (("red_flag", "red flag: behind the best rule"), ("pulse", "pulse"))
+MARKS = (
+    ("red_flag", "red flag: behind the best rule"),
+    ("rolled_back", "back to the best policy"),
+    ("pulse", "pulse"),
+)
 LINES = 8
 
 

@@ -81,6 +81,11 @@ class Improvement:
         self._exploration.after_update(metrics["entropy_fraction"])
         return metrics | {name: float(value) for name, value in values._asdict().items()}
 
+    def rolled_back(self) -> None:
+        """Take note that the network has the weights of an earlier update again."""
+        self._learner.rolled_back()
+        self._source.updated()
+
     def state(self) -> Arrays:
         """Return what has to be kept, besides the network, to go on exactly."""
         kept = {k: a for k, a in self._learner.state().items() if not k.startswith("network.")}

@@ -45,6 +45,8 @@ KL_TOLERANCE = 1.5
 #: Factors by which penalty and learning rate are adapted, and how far they may go.
 PENALTY_STEP, PENALTY_RANGE = 2.0, (1e-4, 100.0)
 RATE_STEP, RATE_RANGE = 1.5, (0.01, 10.0)
+#: Factor of the learning rate when an earlier policy is put back.
+ROLLBACK_STEP = 0.5
 #: Updates over which the normaliser of returns forgets what returns used to be.
 VALUE_NORM_UPDATES = 20
 
@@ -104,7 +106,7 @@ class Learner:
             self._parameters.values(), settings.learning_rate, ADAM_BETAS, ADAM_EPS, fused=True
         )
         self._penalty = 1.0  # weight of the KL divergence, if there is a penalty
-        self._rate = 1.0  # factor of the learning rate, if it adapts
+        self._rate = 1.0  # factor of the learning rate
 
     # ---- an update ------------------------------------------------------------------------------
 
@@ -342,6 +344,14 @@ class Learner:
             self._penalty = _within(self._penalty * PENALTY_STEP**step, PENALTY_RANGE)
         if self.settings.kl_learning_rate:
             self._rate = _within(self._rate * RATE_STEP**-step, RATE_RANGE)
+
+    def rolled_back(self) -> None:
+        """Take note that the network has the weights of an earlier update again.
+
+        Smaller steps from now on, without the momentum of those that led astray.
+        """
+        self._rate = _within(self._rate * ROLLBACK_STEP, RATE_RANGE)
+        self._optimiser.state.clear()
 
     # ---- from rollouts to experience -----------------------------------------------------------
 

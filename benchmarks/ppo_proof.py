@@ -54,31 +54,25 @@ BRANCHING: dict[str, Any] = {
     "branching": {"worlds": 15, "states": 40, "warmup": 2000, "replay_updates": 4, "epochs": 4,
                   "learning_rate": 5e-4, "final_learning_rate": 5e-4},
 }  # fmt: skip
-LOOKAHEAD = {"round_robin": 0.0, "least_outstanding": 0.0, "random": 0.0, "lookahead": 1.0}
 #: Preset, changes, and the scenarios a variant is judged on.
 VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "ppo": ("ppo", {}, CHAT),
     "gae": ("ppo", {"advantage": "gae"}, CHAT),
     "branching": ("ppo", BRANCHING, CHAT),
     "original reward": ("ppo", ORIGINAL, CHAT),
-    "from look-ahead": (
-        "ppo",
-        {"scenarios": ["mixed-speed", "hot-sessions"], "demonstrations": {"teachers": LOOKAHEAD},
-         "ppo": {"group_size": 8, "learning_rate": 3e-4}},
-        ("mixed-speed", "hot-sessions"),
-    ),
     "scratch": ("ppo-scratch", {}, ("uniform-chat-80", "mixed-speed")),
 }  # fmt: skip
-#: Updates of each pair of estimate and objective that take about a minute of CPU time.
+#: Scenarios of the preset quick, whose clone is the look-ahead's.
 QUICK = ("uniform-chat-80", "mixed-speed", "hot-sessions", "hot-sessions-mixed-speed",
          "hot-sessions-overload")  # fmt: skip
+#: Updates of each pair of estimate and objective that take about the same CPU time.
 PAIRS = {
-    ("gae", "clipped"): 20,
-    ("gae", "kl_limited"): 20,
-    ("grouped", "clipped"): 20,
-    ("grouped", "kl_limited"): 20,
-    ("branching", "clipped"): 5,
-    ("branching", "kl_limited"): 5,
+    ("gae", "clipped"): 14,
+    ("gae", "kl_limited"): 14,
+    ("grouped", "clipped"): 14,
+    ("grouped", "kl_limited"): 14,
+    ("branching", "clipped"): 3,
+    ("branching", "kl_limited"): 3,
 }
 CLONE = "quick clone"
 #: Nothing is chosen by evaluations: the last policy is judged.
@@ -146,7 +140,7 @@ def policies_of(folder: Path, scenario: str, count: int, world: str) -> dict[str
     """Return the trained policies to judge on a scenario: label -> file.
 
     Variants of ``ppo`` start from the same clone. Vidur is slow: of each run it gets one policy,
-    the best checkpoint (that is what a user gets), and of ``ppo`` the last one, too.
+    the best checkpoint (that is what a user gets).
     """
     found = {}
     for variant, (_, _, judged) in VARIANTS.items():
@@ -154,11 +148,11 @@ def policies_of(folder: Path, scenario: str, count: int, world: str) -> dict[str
             run = run_of(folder, variant, seed)
             if scenario not in judged or not (run / "cpu.json").exists():
                 continue
-            if world == "sim" or variant == "ppo":
+            if world == "sim":
                 found[f"{variant}/{seed}"] = str(run / "last.tailrace")
             if not variant.startswith("quick"):
                 found[f"{variant}/{seed}/best"] = str(run / "best.tailrace")
-            if variant in ("ppo", "from look-ahead"):
+            if world == "sim" and variant == "ppo":
                 found[f"{variant}/{seed}/clone"] = str(run / "checkpoints" / "000000.tailrace")
     return found
 
@@ -173,7 +167,7 @@ def judge(folder: Path, world: str, name: str, count: int, traffic: int, jobs: i
     numbers = seeds(Purpose.EVALUATION, FIRST_SEED + traffic)[FIRST_SEED:]
     scenario = loaded(name, world)
     trained = policies_of(folder, name, count, world)
-    rules = [*RULES, *(["lookahead", "tailrace"] if world == "sim" else [])]
+    rules = [*RULES, "lookahead", "tailrace"] if world == "sim" else [*BASELINES, "lmetric"]
     for label, policy in {**{rule: rule for rule in rules}, **trained}.items():
         cell = folder / "cells" / world / name / f"{label.replace('/', '-')}.json"
         if cell.exists():
@@ -233,6 +227,8 @@ def results(folder: Path, count: int) -> dict[str, Any]:
             for label, measured in values.items():
                 entry: dict[str, Any] = {m: round(float(v.mean()), 4) for m, v in measured.items()}
                 clone = f"{label.removesuffix('-best')}-clone"
+                if label.startswith("quick"):
+                    clone = f"{CLONE}-{label.rpartition('-')[2]}"
                 entry["against"] = {
                     other: {m: _rounded(measured[m], values[other][m]) for m in COMPARED}
                     for other in (*BASELINES, clone)
@@ -340,7 +336,7 @@ def plot(told: Mapping[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    variants = [name for name in ("ppo", "from look-ahead", "scratch") if name in told["curves"]]
+    variants = [name for name in ("ppo", "scratch") if name in told["curves"]]
     figure, axes = pyplot.subplots(1, len(variants), figsize=(4.4 * len(variants), 3.4))
     for axis, variant in zip(np.atleast_1d(axes), variants, strict=True):
         for seed, found in enumerate(told["curves"][variant]):

@@ -55,8 +55,6 @@ class Recording:
     """Decisions per chunk: the memory at the start of each is kept."""
     warmup: int = 0
     """Decisions before the first roll-out that are not recorded."""
-    greedy_warmup: bool = False
-    """Of those, the best choice is always taken."""
     seed: int = 0
     """Of the choices; ``stream`` tells recorders of one seed apart."""
     stream: str = "choices"
@@ -64,6 +62,8 @@ class Recording:
     """Of the world, in the roll-out."""
     latency_limit_s: float | None = None
     """End-to-end latency above which requests are counted as alarms; none: no alarms."""
+    greedy_warmup: bool = False
+    """The best choice is always taken in the warm-up."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be recorded."""

@@ -101,7 +101,7 @@ NOTES = (
     "Vidur plays fewer requests and seeds, and of the scenarios only those that are listed.",
 )
 #: The evaluation seeds before this one were looked at while the presets were made.
-FIRST_SEED = 200
+FIRST_SEED = 300
 IN_SIMULATOR = tuple(dict.fromkeys((*CHAT, *QUICK)))
 #: Scenarios that Vidur 0.0.26 can play as they are: it has no prefix cache.
 IN_VIDUR = ("slow-chat", "slow-chat-95", "uniform-chat-80", "uniform-chat-95")

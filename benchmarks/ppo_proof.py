@@ -93,9 +93,8 @@ REQUESTS, WARMUP = {"sim": 4000, "vidur": 600}, 0.05
 #: What has to be known beside the figures.
 NOTES = (
     (
-        "The preset ppo was chosen among six schedules of temperature, learning rate and number of "
-        "updates, four of them stopped early, by validation scores of one to three training seeds; "
-        "an earlier one had been judged on the first eight evaluation seeds, not used here."
+        "The presets were chosen by validation scores of one to three training seeds. Twice a "
+        "preset was changed after it had been judged on evaluation seeds; those are not used here."
     ),
     "CPU time of a resumed run is that of its last part.",
     "Vidur plays fewer requests and seeds, and of the scenarios only those that are listed.",

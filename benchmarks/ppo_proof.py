@@ -239,11 +239,12 @@ def results(folder: Path, count: int) -> dict[str, Any]:
                 "best_rule": min(set(RULES) & set(entries), key=lambda r: entries[r]["cost_s"]),
                 "policies": entries,
             }  # fmt: skip
-    told["curves"] = {
-        variant: [curve(run_of(folder, variant, seed)) for seed in range(count)]
-        for variant in VARIANTS
-        if all((run_of(folder, variant, seed) / "cpu.json").exists() for seed in range(count))
-    }
+    told["curves"] = {}
+    for variant in VARIANTS:
+        done = [k for k in range(count) if (run_of(folder, variant, k) / "cpu.json").exists()]
+        if done:
+            curves = {f"seed {k}": curve(run_of(folder, variant, k)) for k in done}
+            told["curves"][variant] = curves
     told["cpu"] = {
         str(path.parent.name): json.loads(path.read_text())
         for path in sorted(folder.glob("*/cpu.json"))
@@ -338,12 +339,13 @@ def plot(told: Mapping[str, Any], path: Path) -> None:
     variants = [name for name in ("ppo", "scratch") if name in told["curves"]]
     figure, axes = pyplot.subplots(1, len(variants), figsize=(4.4 * len(variants), 3.4))
     for axis, variant in zip(np.atleast_1d(axes), variants, strict=True):
-        for seed, found in enumerate(told["curves"][variant]):
-            axis.plot(found["step"], found["score"], marker=".", label=f"seed {seed}")
+        curves = told["curves"][variant]
+        for seed, found in curves.items():
+            axis.plot(found["step"], found["score"], marker=".", label=seed)
         for rule, style in zip(BASELINES, (":", "--", "-"), strict=True):
-            score = told["curves"][variant][0]["baselines"][rule]
+            score = next(iter(curves.values()))["baselines"][rule]
             axis.axhline(score, color="grey", linestyle=style, label=rule.replace("_", "-"))
-        axis.set(title=variant, xlabel="update", ylabel="cost / least-outstanding")
+        axis.set(title=VARIANTS[variant][0], xlabel="update", ylabel="cost / least-outstanding")
         axis.set_ylim(0.8, 1.6)
     np.atleast_1d(axes)[0].legend(fontsize=7)
     figure.tight_layout()

@@ -7,6 +7,9 @@ STAMP := $(VENV)/.installed
 SOURCES := src tests benchmarks
 # Two workers: the reference machine has two cores. `make test WORKERS=8` elsewhere.
 WORKERS ?= 2
+# Each takes a contiguous half and then steals from the other: modules and their servers are set up
+# once, and the two seldom compile the same kernels at the same time.
+SPREAD = -n $(WORKERS) --dist worksteal
 PYTEST := $(BIN)/python -m pytest
 FOLDER ?= tests/data/parity
 DEMO := runs/demo
@@ -43,7 +46,7 @@ serve-demo: $(STAMP) ## emulated servers, the live router and a load: what four 
 	$(BIN)/python benchmarks/live_ranks.py --requests 800 -p tailrace -p load_aware -p lmetric -p round_robin
 
 test: $(STAMP) ## run the tests
-	$(PYTEST) -n $(WORKERS)
+	$(PYTEST) $(SPREAD)
 
 check: format lint types test ## format, lint, types and tests
 
@@ -68,10 +71,10 @@ test-docs: $(STAMP) ## run every command of README and pages (a quarter of an ho
 	$(PYTEST) -m docs tests/test_commands.py
 
 test-interpreted: $(STAMP) ## the tests small enough to run without the compiler, with coverage
-	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) -n $(WORKERS) -m "not compiled" --cov --cov-report=term:skip-covered
+	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) $(SPREAD) -m "not compiled" --cov --cov-report=term:skip-covered
 
 test-bounds: $(STAMP) ## the tests with bounds checks in compiled code (own compile cache)
-	NUMBA_BOUNDSCHECK=1 $(PYTEST) -n $(WORKERS)
+	NUMBA_BOUNDSCHECK=1 $(PYTEST) $(SPREAD)
 
 evaluate: $(STAMP) ## the trained policy on both suites against all opponents (under an hour), and the tables of results
 	$(BIN)/tailrace evaluate --suite standard --requests 10000 -o $(EVALUATION)/standard --write-shipped
@@ -117,8 +120,8 @@ test-soak: $(STAMP) ## faults and abuse of the router beside innocent clients, a
 	PYTHONPATH=tests $(BIN)/python -m router.abuse.soak $(SOAK)
 
 coverage: $(STAMP) ## coverage of the whole suite: once compiled, once interpreted
-	$(PYTEST) -n $(WORKERS) --cov --cov-report=
-	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) -n $(WORKERS) -m "not compiled" --cov --cov-append \
+	$(PYTEST) $(SPREAD) --cov --cov-report=
+	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) $(SPREAD) -m "not compiled" --cov --cov-append \
 	  --cov-report=term:skip-covered --cov-fail-under=90
 
 bench: $(STAMP) ## measure the speed of the simulator

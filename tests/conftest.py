@@ -2,6 +2,10 @@
 
 import os
 
+import pytest
+
+from tailrace import parallel
+
 # Tests must not depend on the terminal they run in.
 os.environ["COLUMNS"] = "120"
 os.environ.pop("FORCE_COLOR", None)
@@ -34,3 +38,23 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_process():
+    """Work in this process unless a test asks for several: each takes seconds to start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "cores", lambda: 1)
+        yield
+
+
+@pytest.fixture(scope="module")
+def short_sketches():
+    """Fit sketches of policies to two worlds instead of 24, which took 80 % of a tiny run.
+
+    How good a sketch is, is tested in tests/learn/imitate/test_sketch.py.
+    """
+    schedule = pytest.importorskip("tailrace.learn.world_schedule")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "SKETCH_WORLDS", 2)
+        yield

@@ -18,6 +18,8 @@ from tailrace.learn.run_folder import RunFolder
 from tailrace.learn.trainer import Trainer
 from tailrace.policy.learned import checkpoint
 
+pytestmark = pytest.mark.usefixtures("short_sketches")
+
 CONFIG = """
 updates = {updates}
 [network]

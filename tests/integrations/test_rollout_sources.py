@@ -21,6 +21,8 @@ from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 
+pytestmark = pytest.mark.usefixtures("short_sketches")
+
 
 def test_every_env_but_the_simulator_has_a_source():
     annotation = s.TrainSettings.model_fields["env"].annotation

@@ -13,7 +13,7 @@ from tailrace.integrations.ray.trial import run_trial
 from tailrace.learn import trainer
 from tailrace.seeds import Purpose, purpose_of
 
-pytestmark = pytest.mark.compiled
+pytestmark = [pytest.mark.compiled, pytest.mark.usefixtures("short_sketches")]
 
 
 def test_a_trial_tells_every_evaluation_and_goes_on_where_it_stopped(tmp_path):

@@ -5,6 +5,7 @@ import random
 import socket
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -229,16 +230,19 @@ def _under_way(made: Cluster) -> int:
 
 
 def _send_malformed(made: Cluster, count: int, seed: int) -> None:
-    rng = random.Random(seed)
-    for _ in range(count):
+    def send(request: bytes) -> None:
         with socket.create_connection((HOST, made.listen), timeout=LIMIT_S) as connection:
             try:
-                connection.sendall(malformed(rng))
+                connection.sendall(request)
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65_536):
                     pass
             except ConnectionError:
                 pass
+
+    rng = random.Random(seed)
+    with ThreadPoolExecutor(8) as clients:
+        list(clients.map(send, [malformed(rng) for _ in range(count)]))
 
 
 def _survives(made: Cluster, count: int) -> None:

@@ -14,7 +14,7 @@ from router.processes import Cluster, Outcome, ask, cluster, completion, until
 CLIENTS = (
     '[{name="places",key_env="KEY_P",concurrent=5},'
     '{name="rate",key_env="KEY_R",requests_per_s=20},'
-    '{name="tokens",key_env="KEY_T",tokens_per_minute=5000}]'
+    '{name="tokens",key_env="KEY_T",tokens_per_minute=2500}]'
 )
 
 
@@ -52,8 +52,8 @@ def test_limits_hold_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert 20 <= found.count(200) <= most
         assert set(found) == {200, 429}
 
-        # 30 tokens of prompt and 970 of the answer: five of them, and then the minute is used up.
-        found = statuses(made, keyed(completion(970), "secret-T"), 30)
+        # 30 tokens of prompt and 470 of the answer: five of them, and then the minute is used up.
+        found = statuses(made, keyed(completion(470), "secret-T"), 30)
         assert found.count(200) == 5
         assert set(found) == {200, 429}
 

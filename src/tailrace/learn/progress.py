@@ -1,4 +1,4 @@
-"""Who is told how a training run goes."""
+"""Watchers of a training run."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol

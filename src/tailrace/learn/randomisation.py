@@ -134,7 +134,7 @@ class Distribution:
             load=None,
             arrivals="gamma" if bursty else "native",
             arrival_cv=float(rng.uniform(1.5, 4.0)),
-            # By numbers of its own, so that all else is the same whatever its range.
+            # From a separate generator, so that its range changes nothing else.
             ttft_slo_s=float(np.exp(generator(seed, "target").uniform(*np.log(s.ttft_slo_s)))),
         )
         router = RouterSettings(

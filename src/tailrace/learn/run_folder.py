@@ -251,7 +251,7 @@ class RunFolder:
         self._board.flush()
 
     def log_rules(self, step: int, figures: Mapping[str, Mapping[str, float]]) -> None:
-        """Write the figures of rules to TensorBoard, as runs of their own beside the policy's."""
+        """Write the figures of rules to TensorBoard as separate runs beside the policy's."""
         from torch.utils.tensorboard import SummaryWriter
 
         try:

@@ -49,7 +49,7 @@ class Validation:
     def __init__(
         self, worlds: Sequence[World], rules: Sequence[str], play: ScoreFunction = score
     ) -> None:
-        """Nothing is played before it is asked for; ``play`` plays a world."""
+        """Worlds are played on first use, by ``play``."""
         self.worlds = list(worlds)
         self.rules = tuple(rules)
         self._play = play

@@ -69,7 +69,7 @@ def enlarged(scenario: Scenario, replicas: int) -> Scenario:
 
 
 class WorldSchedule:
-    """Worlds by step. Each step takes training seeds of its own, so any step can be repeated."""
+    """Worlds by step. Each step has its own training seeds, so any step can be repeated."""
 
     def __init__(
         self, settings: TrainSettings, capacities: Sequence[tuple[str, float]] = ()

@@ -1,4 +1,4 @@
-"""Worlds to learn in: a scenario with traffic of its own, and the work done in it by a process."""
+"""Worlds to learn in: a scenario with its own traffic, and the tasks that processes run in it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

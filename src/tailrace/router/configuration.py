@@ -33,7 +33,7 @@ _TICK_S = 0.1
 
 
 class BackendSlot(Settings):
-    """A number of a backend. It is given to another one only when nobody needs it any more."""
+    """The number of a backend. It is reused only after the last user has released it."""
 
     url: str
     removed_in: int = 0

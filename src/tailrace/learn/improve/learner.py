@@ -185,7 +185,7 @@ class Learner:
     def _optimiser_at(self, rate: float) -> torch.optim.Optimizer:
         """Return the optimiser of an update.
 
-        A KL-limited update fits a target of its own, so it starts without earlier gradients.
+        Each KL-limited update fits a new target, so it starts without the state of earlier ones.
         """
         if self.objective == "kl_limited":
             return torch.optim.Adam(self.network.parameters(), lr=rate)

@@ -50,7 +50,7 @@ class TokenSettings(Settings):
 
     @property
     def asks(self) -> bool:
-        """Whether servers are asked."""
+        """Whether the servers' /tokenize is used."""
         return self.source in ("auto", "server")
 
 

@@ -71,7 +71,7 @@ class RouterSnapshot:
     draining: bool = False
     """Whether the router is stopping."""
     behind: str = ""
-    """Why this process goes by former settings, after a change that others have taken over."""
+    """Why this process still uses old settings after a change; empty: it does not."""
     policy: str
     fallback: str
     canary: str = ""

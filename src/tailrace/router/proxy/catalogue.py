@@ -20,7 +20,7 @@ from tailrace.router.settings import ModelSettings
 
 #: How often it is checked whether a backend is due to be asked, in s.
 TICK_S = 0.25
-#: Pause before a backend that gave no answer is asked again, in s.
+#: Pause before a backend that did not respond is queried again, s.
 AGAIN_S = 1.0
 #: Models that are taken from one backend's list, and the longest name of one.
 MOST_MODELS, LONGEST_NAME = 4096, 256
@@ -162,7 +162,7 @@ class ModelCatalogue:
         largest = [group for group in groups if not any(group < other for other in groups)]
         return [[b for b in present if b.index in group] for group in largest]
 
-    # What clients are told.
+    # Responses to clients.
 
     @property
     def is_complete(self) -> bool:

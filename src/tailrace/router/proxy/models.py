@@ -38,8 +38,8 @@ def respond(request: HttpRequest, client: Client | None, models: dict[str, Entry
 class ModelsRequest:
     """Asks all backends with the client's key; the work in progress of a connection.
 
-    For a router without clients of its own, in front of servers that list their models only to
-    somebody with a key.
+    For a router without clients, in front of servers that list their models only for requests with
+    a key.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ class PeerRequest:
 
 
 class PeerChange:
-    """An admin request that has changed something; it is answered when all workers go by it.
+    """An admin request that changed something; it is answered once all workers have applied it.
 
     A worker that is busy for longer takes the change over when it looks after its time limits. One
     that cannot take it over is reported.

@@ -181,9 +181,13 @@ class Counts:
         self.done: list[tuple[int, str, str]] = []
         self.retries: list[tuple[int, str]] = []
         self.sheds: list[str] = []
+        self.by_client: list[tuple[str, str]] = []
 
     def request_done(self, attempt: Any, status: int, outcome: str, path_kind: str) -> None:
         self.done.append((status, outcome, path_kind))
+
+    def client_done(self, client: str, outcome: str, attempt: Any) -> None:
+        self.by_client.append((client, outcome))
 
     def decided(self, decision: Any) -> None:
         pass

@@ -256,7 +256,13 @@ def test_requests_per_second_and_retry_after() -> None:
             later(w, after_s)
             assert (await w.ask(keyed("secret-a"))).status == 200
             assert w.counts.sheds == ["client_requests"] * 2
+            assert (await w.ask(keyed("secret-b", body=b"{"))).status == 400
+            assert (await w.ask(keyed("secret-c"))).status == 401
             quiet(w)
+            done, shed, refused = "done", "shed", "refused"
+            assert w.counts.by_client == [
+                ("a", done), ("a", shed), ("a", shed), ("b", done), ("a", done), ("b", refused),
+            ]  # fmt: skip
 
     run(test())
 

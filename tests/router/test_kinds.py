@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from router.conftest import run
+from router.conftest import post, reply, run, world
 from router.emulated import emulated
 
 TEXT = "some words to read " * 20
@@ -48,7 +48,7 @@ def test_every_endpoint_counts_in_ledger_and_admission() -> None:
                 assert answer.status == 404, path
                 error = orjson.loads(answer.body)
                 assert error["error"]["code"] == "model_not_found"
-                assert error.get("type") == ("error" if path == "/v1/messages" else None)
+                assert error.get("type") == ("error" if "/messages" in path else None)
             await e.quiet()
             kinds = [kind for status, _, kind in e.counts.done if status == 200]
             assert len(kinds) == len(BODIES)
@@ -148,3 +148,48 @@ def test_models_and_adapters_of_emulated_servers() -> None:
             await e.quiet()
 
     run(test(), limit_s=100)
+
+
+@pytest.mark.parametrize("keys", [("KEY", "OTHER"), ()])
+def test_a_stored_response_is_asked_of_the_server_that_holds_it(
+    keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTHER", "other")
+    clients = [{"name": name.lower(), "key_env": name} for name in keys]
+
+    def asked(line: str, key: str) -> bytes:
+        return f"{line} HTTP/1.1\r\nHost: x\r\nX-Api-Key: {key}\r\n\r\n".encode()
+
+    async def test() -> None:
+        paths = ["/v1/responses", "/v1/responses/*"]
+        async with world(3, paths=paths, clients=clients) as w:
+            for number, backend in enumerate(w.backends):
+                backend.default = reply(b'{"id":"resp_%d","object":"response"}' % number)
+            header = "X-Api-Key: secret"
+            made = await w.ask(post("/v1/responses", b'{"model":"m","input":"x"}', header))
+            response_id = orjson.loads(made.body)["id"]
+            holder = w.backends[int(response_id[-1])]
+            for line in (
+                f"GET /v1/responses/{response_id}",
+                f"POST /v1/responses/{response_id}/cancel",
+                f"GET /v1/responses/{response_id}/input_items",
+                f"DELETE /v1/responses/{response_id}",
+            ):
+                for _ in range(3):
+                    before = len(holder.seen)
+                    assert (await w.ask(asked(line, "secret"))).status == 200
+                    assert len(holder.seen) == before + 1
+                    assert holder.seen[-1].line.startswith(line)
+            # Another client's responses are not shown, wherever they are.
+            seen = sum(len(backend.seen) for backend in w.backends)
+            answer = await w.ask(asked(f"GET /v1/responses/{response_id}", "other"))
+            if keys:
+                assert answer.status == 404
+                assert orjson.loads(answer.body)["error"]["code"] == "response_not_found"
+                assert sum(len(backend.seen) for backend in w.backends) == seen
+            # While its server is away there is no other that could answer.
+            w.router.backends.all[w.backends.index(holder)].health.drain(True)
+            assert (await w.ask(asked(f"GET /v1/responses/{response_id}", "secret"))).status == 503
+            w.assert_quiet()
+
+    run(test())

@@ -135,7 +135,7 @@ class Router:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
         self.behind = ""
-        """Why this worker goes by former settings; empty: it does not."""
+        """Why this worker still uses old settings; empty: it does not."""
         self._wanted: Configuration | None = None  # the latest, if it could not be taken over
         self._try_at = 0.0
         self._listen_at = self._admin_at = ("", 0)
@@ -245,7 +245,7 @@ class Router:
 
     def handle(self, request: HttpRequest) -> Work | None:
         """Begin with a request."""
-        kind = OTHER
+        kind, client = OTHER, None
         if self.draining:
             request.client.shutdown()  # the last one on this connection: the client turns elsewhere
         try:
@@ -256,7 +256,7 @@ class Router:
                 if why != ADMITTED:
                     raise refusals.too_much(why, wait_s)
         except refusals.RefusedRequest as refused:
-            self.dispatcher.refuse(request, kind, refused)
+            self.dispatcher.refuse(request, kind, refused, client)
             return None
         endpoint = self._own_endpoints.get(kind)
         if endpoint is None:

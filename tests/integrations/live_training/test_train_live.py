@@ -35,12 +35,15 @@ from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
 from tailrace.policy.learned.network import Network
 from tailrace.router.decide.chooser import Chooser
+from tailrace.router.intake.request_body import read_request
 from tailrace.router.observe.telemetry import Telemetry
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
 from tailrace.sim.result import FINISHED
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
+
+pytestmark = pytest.mark.usefixtures("short_sketches")
 
 SCALE = 0.05
 DECISIONS, UPDATES = 104, 2
@@ -280,6 +283,28 @@ def test_what_the_guard_overrules_is_not_learnt_from(recorder: LiveRecorder) -> 
     assert found[0].elapsed_s.sum() > 8 * 0.01 - 1e-9
     for attempt in busy:
         over(recorder, attempt, "done")
+    assert len(recorder) == 0
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/v1/messages/count_tokens"])
+def test_requests_that_cost_no_gpu_time_are_not_learnt_from(
+    recorder: LiveRecorder, path: str
+) -> None:
+    clock = Clock()
+    cluster = new_cluster(2, clock)
+    chooser = new_chooser(cluster, POLICY)
+    recorder.record(temperature=50.0, epsilon=0.5)
+    body = orjson.dumps({"model": "m", "prompt": "x " * 99, "messages": [], "tokens": [1, 2]})
+    for number in range(6):
+        clock.now += 0.01
+        arrival = cluster.arrive(read_request(path, {}, body))
+        decision = chooser.choose(arrival)
+        assert decision is not None
+        over(recorder, Attempt(cluster, arrival, decision.replica, decision), "done")
+        assert recorder.recorded == number
+        over(recorder, asked(cluster, chooser, "a prompt of some words"), "done")
+        assert recorder.recorded == number + 1
+    assert recorder.overruled == 0
     assert len(recorder) == 0
 
 

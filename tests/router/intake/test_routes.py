@@ -13,7 +13,7 @@ from tailrace.router.intake.routes import INFERENCE_PATHS, RouteTable, kind_of
         ("/v1/embeddings", "embedding"),
         ("/v1/responses", "response"),
         ("/v1/messages", "message"),
-        ("/v1/messages/count_tokens", "tokenize"),
+        ("/v1/messages/count_tokens", "count_tokens"),
         ("/base/rerank", "rerank"),
         ("/v1/models", "other"),
         ("/v1/responses/abc", "other"),

@@ -17,7 +17,9 @@ from tailrace.router.observe.rolling_window import (
     bucket_of,
     percentile,
 )
+from tailrace.router.observe.status import describe, describe_worker
 from tailrace.router.observe.telemetry import TTFT_BUCKETS
+from tailrace.router.workers import aggregate
 
 ROOT = Path(__file__).parents[3]
 
@@ -45,6 +47,30 @@ def observed():
 @pytest.fixture
 def telemetry(observed):
     return observed.telemetry
+
+
+def test_requests_of_clients_are_counted_by_their_names(observed, telemetry):
+    telemetry.client_done("team-a", "done", observed.attempt(1))
+    telemetry.client_done("team-a", "shed", None)
+    telemetry.client_done("team-b", "unheard of", None)
+    found = samples(observed)
+    assert found["tailrace_client_requests_total", ("team-a", "done")] == 1
+    assert found["tailrace_client_requests_total", ("team-a", "shed")] == 1
+    assert found["tailrace_client_requests_total", ("team-b", "other")] == 1
+    assert found["tailrace_client_tokens_total", ("team-a",)] == 601
+    assert ("tailrace_client_tokens_total", ("team-b",)) not in found
+    one = describe(telemetry, observed.snapshot())["by_client"]
+    assert one == {
+        "team-a": {"requests": 2, "rejected": 1, "tokens": 601},
+        "team-b": {"requests": 1, "rejected": 0, "tokens": 0},
+    }
+    parts = [describe_worker(telemetry, observed.snapshot()) for _ in range(2)]
+    merged = aggregate.status([(0, parts[0]), (1, {**parts[1], "by_client": one | {"c": {}}})])
+    assert merged["by_client"] == {
+        "team-a": {"requests": 4, "rejected": 2, "tokens": 1202},
+        "team-b": {"requests": 2, "rejected": 0, "tokens": 0},
+        "c": {"requests": 0, "rejected": 0, "tokens": 0},
+    }
 
 
 def test_a_request_is_counted_with_its_times_and_tokens(observed, telemetry):

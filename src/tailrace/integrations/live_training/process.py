@@ -74,6 +74,10 @@ class LiveRecorder(Recorder):
                 self._ledger.ended(number, now, lost=True)
         return super().scores(view)
 
+    def is_learnt_from(self, view: View) -> bool:
+        """Whether a request costs a server any time: the router counts /tokenize as one token."""
+        return int(view.request["prompt_tokens"]) > 1
+
     def finished(self, replica: int, request_id: int, now: float) -> None:
         """Wait for :meth:`over`, which knows when the first token of a whole answer was there."""
 
@@ -104,6 +108,10 @@ class OutcomeSink:
         if attempt is not None:
             self._recorder.over(attempt, outcome)
         self._events.request_done(attempt, status, outcome, path_kind)
+
+    def client_done(self, client: str, outcome: str, attempt: Attempt | None) -> None:
+        """A request of a client with a key is over."""
+        self._events.client_done(client, outcome, attempt)
 
     def decided(self, decision: Decision) -> None:
         """A replica was chosen."""

@@ -135,7 +135,8 @@ class Recorder(Policy):
         self._temperature, self._epsilon, self._explores = 1.0, 0.0, False
         self._left_to_skip = recording.warmup
         self.overruled = 0
-        """Decisions of the roll-out under way that somebody else took."""
+        """Decisions in the current roll-out that the guard, a time limit or a canary made
+        instead."""
         self.dropped = 0
         """Roll-outs given up because the number of replicas changed."""
         self._transitions: list[_Transition] | None = None
@@ -148,7 +149,7 @@ class Recorder(Policy):
 
         The roll-out under way, if any, is given up: it would be of two policies.
         """
-        self._params = params.copy()  # which holds scratch space of its own
+        self._params = params.copy()  # it contains scratch space
         self._transitions, self._explores = None, False
 
     def record(self, temperature: float = 1.0, epsilon: float = 0.0) -> None:
@@ -178,6 +179,10 @@ class Recorder(Policy):
         if self._transitions is not None:
             self._begin()
 
+    def is_learnt_from(self, view: View) -> bool:  # noqa: ARG002
+        """Whether the decision about a request may be explored and recorded."""
+        return True
+
     def scores(self, view: View) -> F64:
         """Return scores [n] that make the choice win; settles what the last decision cost."""
         request, n = view.request, len(view.replicas)
@@ -196,8 +201,9 @@ class Recorder(Policy):
         logits, memory = np.zeros((1, n), np.float32), self._memory[None].copy()
         batch = (array[None] for array in observation[:4])
         forward_many(self._params, *batch, memory, logits)
-        if not self._explores or (self.recording.greedy_warmup and self._left_to_skip):
-            self._left_to_skip = max(0, self._left_to_skip - self._explores)
+        learns = self._explores and self.is_learnt_from(view)
+        if not learns or (self.recording.greedy_warmup and self._left_to_skip):
+            self._left_to_skip = max(0, self._left_to_skip - learns)
             choice, log_prob = int(np.argmax(np.where(observation.mask, logits[0], -np.inf))), 0.0
             self._pending = _PendingDecision(
                 number, choice, log_prob, observation, memory[0], False

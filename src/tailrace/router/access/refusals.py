@@ -10,7 +10,7 @@ from tailrace.router.access.accounts import (
     TOO_MANY_TOKENS,
 )
 
-#: By the number of the reason in accounts.py: cause for metrics, and what the client is told.
+#: By the number of the reason in accounts.py: cause for metrics, and the message for the client.
 _TOO_MUCH = {
     TOO_MANY_AT_ONCE: ("client_concurrent", "this key has as many requests at once as it may have"),
     TOO_MANY_REQUESTS: ("client_requests", "this key has sent as many requests as it may send"),
@@ -70,6 +70,11 @@ def no_model(name: str, known: Sequence[str]) -> RefusedRequest:
     listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
     message = f"there is no model '{_short(name)}'; there are: {listed or 'none at present'}"
     return RefusedRequest(404, message, "model_not_found", "model")
+
+
+def no_response() -> RefusedRequest:
+    """No server is known to hold the response for this client."""
+    return RefusedRequest(404, "there is no such response of this key", "response_not_found")
 
 
 def forbidden_model(name: str) -> RefusedRequest:

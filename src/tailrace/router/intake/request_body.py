@@ -25,7 +25,10 @@ _SESSION_FIELDS = ("session_id", "conversation", "user")
 HEADERS = frozenset((*_SESSION_HEADERS, b"x-priority", b"x-slo-ttft-ms"))
 #: Kinds of requests whose responses are computed from the prompt in one pass.
 POOLING = frozenset(
-    ("embedding", "rerank", "score", "pooling", "classify", "tokenize", "detokenize")
+    (
+        *("embedding", "rerank", "score", "pooling", "classify"),
+        *("tokenize", "detokenize", "count_tokens"),
+    )
 )
 #: What most bodies do not have.
 _RARE = frozenset((*_SESSION_FIELDS, "priority", "cache_salt", "previous_response_id"))

@@ -46,7 +46,7 @@ INFERENCE = (
     Route("/v1/completions", "completion"),
     Route("/v1/responses", "response"),
     Route("/v1/messages", "message"),
-    Route("/v1/messages/count_tokens", "tokenize"),
+    Route("/v1/messages/count_tokens", "count_tokens"),
     Route("/v1/embeddings", "embedding"),
     Route("/v1/rerank", "rerank"),
     Route("/v2/rerank", "rerank"),

@@ -17,6 +17,9 @@ class EventSink(Protocol):
         ``attempt``: the last one, closed; None: the request was not routed, or not sent.
         """
 
+    def client_done(self, client: str, outcome: str, attempt: Attempt | None) -> None:
+        """A request of a client with a key is over; called beside :meth:`request_done`."""
+
     def decided(self, decision: Decision) -> None:
         """A replica was chosen."""
 

@@ -24,6 +24,8 @@ WINDOWS = {"1m": 60.0, "5m": 300.0}
 LATENCIES = ("ttft", "e2e")
 #: Time over which the rate of decisions is measured, in s.
 PACE_S = 10.0
+#: What is counted of each client with a key.
+CLIENT_FIGURES = ("requests", "rejected", "tokens")
 #: Scores shown per decision: the chosen replica's, the runner-up's and the next best.
 SHOWN_SCORES = 8
 
@@ -63,6 +65,7 @@ def describe(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
         "fallbacks": dict(t.fallbacks),
         "retries": dict(retries),
         "shed": dict(t.sheds),
+        "by_client": _clients(telemetry),
         "event_loop_lag_s": t.window.worst_lag_s(WINDOWS["1m"]),
         "tokens": {
             "source": s.token_source,
@@ -76,6 +79,17 @@ def describe(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
         "replicas": _replicas(telemetry, snapshot),
         "recent": _recent(telemetry, snapshot),
     }
+
+
+def _clients(telemetry: Telemetry) -> dict[str, dict[str, int]]:
+    """Counts of each client with a key that has sent requests."""
+    found: dict[str, dict[str, int]] = {}
+    for (client, outcome), n in telemetry.client_requests.items():
+        tokens = telemetry.client_tokens[client]
+        about = found.setdefault(client, dict.fromkeys(CLIENT_FIGURES, 0) | {"tokens": tokens})
+        about["requests"] += n
+        about["rejected"] += n if outcome in ("shed", "refused") else 0
+    return found
 
 
 def describe_worker(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:

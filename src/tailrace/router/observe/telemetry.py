@@ -88,7 +88,14 @@ class Telemetry:
             "retries", "Requests tried elsewhere, by the replica that made it necessary and why",
             ("replica", "cause"),
         )  # fmt: skip
-        self.sheds = counter("shed", "Requests sent away because there was no room", ("cause",))
+        self.sheds = counter("shed", "Requests rejected for lack of room", ("cause",))
+        self.client_requests = counter(
+            "client_requests", "Requests of a client with a key that are over",
+            ("client", "outcome"),
+        )  # fmt: skip
+        self.client_tokens = counter(
+            "client_tokens", "Prompt and output tokens of a client with a key", ("client",)
+        )
         self.prompt_tokens = counter(
             "prompt_tokens", "Prompt tokens of finished requests", ("replica",)
         )
@@ -178,6 +185,13 @@ class Telemetry:
             slot.e2e[bucket_of(e2e_s)] += 1
             if first_at is not None and output > 1:
                 self.tpot.observe(max(0.0, last_at - first_at) / (output - 1), replica)
+
+    def client_done(self, client: str, outcome: str, attempt: Attempt | None) -> None:
+        """A request of a client with a key is over. The names are those of the settings."""
+        self.client_requests[client, outcome if outcome in OUTCOMES else "other"] += 1
+        if attempt is not None:
+            tokens = attempt.known_prompt_tokens[0] + attempt.output_tokens
+            self.client_tokens[client] += tokens
 
     def retried(self, replica: int, cause: str) -> None:
         """A request is tried at another replica because of this one."""

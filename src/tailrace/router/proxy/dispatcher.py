@@ -31,6 +31,9 @@ from tailrace.router.proxy.tokenize_probe import TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.state.arrival import Arrival
 
+#: Below it are responses that a server has stored: /v1/responses/ID, /v1/responses/ID/cancel.
+_STORED = b"/v1/responses/"
+
 
 class RequestDispatcher:
     """Starts exchanges and enforces their time limits."""
@@ -126,7 +129,7 @@ class RequestDispatcher:
         except RefusedRequest as refused:
             if client is not None:
                 client.account.end()
-            self.refuse(request, kind, refused)
+            self.refuse(request, kind, refused, client)
             return None
         except BaseException:
             if client is not None:
@@ -150,7 +153,13 @@ class RequestDispatcher:
                 reserved = self._reserve(client, arrival)
         context.retry_budget.request()
         request_id = self._request_id(request)
-        return Exchange(context, request, request_id, kind, arrival, client, reserved, model)
+        exchange = Exchange(context, request, request_id, kind, arrival, client, reserved, model)
+        path = request.head.path
+        if arrival is None and path.startswith(_STORED):
+            known = exchange.go_home(path[len(_STORED) :].partition(b"/")[0])
+            if not known and client is not None:
+                raise refusals.no_response()  # it may be another client's
+        return exchange
 
     def _check(self, client: Client, body: RequestBody, data: bytes) -> None:
         """Refuse what a client may not ask for; ``data``: the body as it is passed on."""
@@ -192,12 +201,16 @@ class RequestDispatcher:
             raise refusals.too_much(TOO_MANY_TOKENS, wait_s)
         return tokens
 
-    def refuse(self, request: HttpRequest, kind: str, refused: RefusedRequest) -> None:
+    def refuse(
+        self, request: HttpRequest, kind: str, refused: RefusedRequest, client: Client | None
+    ) -> None:
         """Respond to a request that is not served, and count it."""
         events = self.context.events
         if refused.shed_cause:
             events.shed(refused.shed_cause)
         outcome = "shed" if refused.shed_cause else "refused"
+        if client is not None:
+            events.client_done(client.name, outcome, None)
         events.request_done(None, refused.status, outcome, kind)
         head = request.head
         body = errors.body(kind, refused.status, refused.why, refused.code, refused.param)

@@ -207,8 +207,8 @@ class Exchange:
         context, arrival, decision = self._context, self.arrival, None
         backends = context.backends
         if arrival is None:
-            backend = backends.any_backend(self._tried)
-            if backend is None:
+            backend = self._home or backends.any_backend(self._tried)
+            if backend is None or not backend.health.available or backend in self._tried:
                 return False
             backend.begin(limited=False)
         else:
@@ -258,6 +258,11 @@ class Exchange:
             self._context.backends.cluster.sessions.remember_response(
                 self.flow, response_id.decode("latin-1"), backend.index
             )
+
+    def go_home(self, response_id: bytes) -> bool:
+        """Send it to the backend that holds a stored response; False: none is known to."""
+        self._home = self._home_of(response_id.decode("latin-1"))
+        return self._home is not None
 
     def _home_of(self, previous: str) -> Backend | None:
         """Return the backend that gave a response which this request continues, if known."""
@@ -649,6 +654,7 @@ class Exchange:
             client.account.end(used - reserved if reserved else 0.0)
             if charged:
                 context.queue.correct(client.name, client.weight, used - charged)
+            context.events.client_done(client.name, outcome, attempt)
         context.events.request_done(attempt, status, outcome, self._kind)
         if outcome == "done" and attempt is not None and attempt.reported_prompt is None:
             self._probe_length(attempt, backend)

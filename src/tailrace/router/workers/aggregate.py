@@ -12,6 +12,7 @@ from tailrace.net.server import error_body
 from tailrace.router.admin import JSON
 from tailrace.router.observe import prometheus
 from tailrace.router.observe.rolling_window import percentiles
+from tailrace.router.observe.status import CLIENT_FIGURES
 from tailrace.router.observe.telemetry import SHOWN_DECISIONS
 from tailrace.router.workers.peer_workers import WorkerResponse
 
@@ -92,6 +93,7 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
             key: dict(sum((Counter(p[key]) for p in parts), Counter()))
             for key in ("requests", "fallbacks", "retries", "shed")
         },
+        "by_client": _clients([p["by_client"] for p in parts]),
         "event_loop_lag_s": max(p["event_loop_lag_s"] for p in parts),
         "tokens": _tokens([p["tokens"] for p in parts]),
         "canary": _shares(parts, "canary", "decisions", "share_of_decisions", decided),
@@ -114,6 +116,15 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     }
     del merged["counts"], merged["pid"]
     return merged
+
+
+def _clients(parts: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:
+    """Add up the counts of each client."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    totals = {
+        name: sum((Counter(part.get(name, {})) for part in parts), Counter()) for name in names
+    }
+    return {name: {**dict.fromkeys(CLIENT_FIGURES, 0), **totals[name]} for name in names}
 
 
 def _tokens(parts: list[dict[str, Any]]) -> dict[str, Any]:

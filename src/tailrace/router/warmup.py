@@ -1,0 +1,82 @@
+"""Compiles what the router needs, in two processes at once.
+
+The router itself compiles how requests are decided and recorded (``Chooser``); meanwhile a helper
+process compiles the network and the readers of request bodies, and leaves them in the compile
+cache. It goes on with what only policies in Python and shadows need, so that a later change of
+settings need not wait for it.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numba
+
+from tailrace import compiled
+from tailrace.policy.learned import inference
+from tailrace.router.decide.chooser import Chooser, ChooserSettings
+from tailrace.router.intake.fast_body import BodyReader
+from tailrace.router.proxy.large_bodies import LargeBodies
+from tailrace.router.settings import BackendSettings
+from tailrace.router.state.cluster import ClusterState
+
+#: In the cache folder once all of this has been compiled.
+_MARK = "router.compiled"
+
+
+def is_warm() -> bool:
+    """Whether everything is in the compile cache."""
+    return compiled.CACHE is not None and (compiled.CACHE / _MARK).exists()
+
+
+@contextlib.contextmanager
+def helper() -> Iterator[None]:
+    """Let a helper process compile its half, if there is anything to compile and a cache for it."""
+    if compiled.CACHE is None or is_warm() or not os.access(compiled.CACHE, os.W_OK):
+        yield
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def compile_readers() -> None:
+    """Compile the network, then the readers of request bodies."""
+    types: Any = numba
+    numbers = types.float64[::1], types.float32[::1], types.int64
+    inference.run.compile(numbers)
+    inference.run_listed.compile(numbers)
+    BodyReader()
+    LargeBodies().close()
+
+
+def compile_choosers() -> None:
+    """Compile decisions: of built-in and learned policies, then what others need."""
+    backend = BackendSettings(url="http://127.0.0.1:1")
+    cluster = ClusterState((backend, backend))
+    Chooser(cluster, ChooserSettings(), everything=True).close()
+
+
+def compile_all() -> None:
+    """Compile everything that a router may need, and note it in the cache."""
+    compile_readers()
+    compile_choosers()
+    if compiled.CACHE is not None:
+        with contextlib.suppress(OSError):
+            (compiled.CACHE / _MARK).touch(mode=0o600)
+
+
+if __name__ == "__main__":
+    # The terminal's Ctrl-C is for the router, which ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    compile_all()

@@ -92,11 +92,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()
     load = os.getloadavg()[0]
-    results: dict[str, Any] = {
-        "cores": os.cpu_count(),
-        "load_before": round(load, 1),
-        "this": measured(HERE),
-    }
+    results: dict[str, Any] = {"cores": os.cpu_count(), "load_before": round(load, 1), "this": measured(HERE)}
     if given.beside is not None:
         results["beside"] = measured(given.beside.resolve())
     if given.json:

@@ -4,8 +4,6 @@
 :func:`assign` carries a choice out; :func:`run` does both in a loop with a built-in rule.
 """
 
-from typing import Any
-
 import numpy as np
 
 from tailrace.compiled import inlined, inner, jit
@@ -19,8 +17,6 @@ from tailrace.sim.types import (
     EVENT_RETURN,
     EVENT_SLOW,
     NEWS_FAILED,
-    Fleet,
-    Tables,
 )
 from tailrace.view import ledger, prefix_index
 from tailrace.view.records import View
@@ -313,9 +309,7 @@ def choice(fleet, tables, c, rule, params, lowest_id_wins):
     return _choose(fleet, c, lowest_id_wins)
 
 
-def run(
-    fleet: Fleet, tables: Tables, c: int, rule: int, params: Any, lowest_id_wins: bool, limit: int
-) -> Any:
+def run(fleet, tables, c, rule, params, lowest_id_wins, limit):
     """Let a built-in rule route until the end, or for at most ``limit`` decisions.
 
     A loop for each kind of policy, so that the first run compiles only what it needs: a network

@@ -13,7 +13,7 @@ PACKAGE = Path(tailrace.__file__).parent
 LAYERS = (
     ("moved",),
     ("__init__",),
-    ("errors", "compile_events"),
+    ("errors",),
     ("compiled", "config", "files", "parallel", "seeds"),
     ("scenario",),
     ("workload", "net", "queueing"),

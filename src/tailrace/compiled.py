@@ -5,30 +5,15 @@ cache folder is named by a hash of the sources of all packages with compiled cod
 from here.
 """
 
-import contextlib
-import grp
 import hashlib
 import os
-import pwd
-import stat
-import tempfile
 from collections import namedtuple
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numba
 import numpy as np
-from numba.core import caching
-
-from tailrace import compile_events
-
-_numba: Any = numba  # its options are not in its type hints
-_caching: Any = caching
-_FolderLocator: Any = getattr(_caching, "UserProvidedCacheLocator", None) or (
-    _caching._UserProvidedCacheLocator  # its name before Numba 0.62
-)
 
 _PACKAGE = Path(__file__).parent
 #: Where compiled functions, and the types and constants they use, may stand.
@@ -49,192 +34,50 @@ _KERNEL_SOURCES = (
 )
 
 
-def _sources_hash() -> str:
+def _cache_folder() -> Path:
     digest = hashlib.sha256()
     for source in sorted(path for pattern in _KERNEL_SOURCES for path in _PACKAGE.glob(pattern)):
         digest.update(source.relative_to(_PACKAGE).as_posix().encode())
         digest.update(source.read_bytes())
     # Code compiled with bounds checks must not be mixed with code compiled without.
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
-    return digest.hexdigest()[:16]
+    base = os.environ.get("TAILRACE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
+    root = Path(base) if base else Path.home() / ".cache"
+    return root / "tailrace" / f"kernels-{digest.hexdigest()[:16]}"
 
 
-# ---- where compiled code is kept ----------------------------------------------------------------
-
-
-def cache_folder() -> tuple[Path | None, str]:
-    """Return the folder of compiled code; or None, and why there is none.
-
-    The first of ``TAILRACE_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` and a folder of this user
-    in the temporary folder that can be written, or that holds compiled code already (an image with
-    a read-only root). Numba unpickles and runs what it finds there, so no folder is used that
-    another user may write to.
-    """
-    name = f"kernels-{_sources_hash()}"
-    refused = []
-    for root, trusted in _roots():
-        folder = root / "tailrace" / name
-        try:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            if not folder.is_dir():
-                refused.append(f"{root}: {error.strerror}")
-                continue
-        if not is_safe(folder, parents=not trusted):
-            refused.append(f"{root}: other users may write to it")
-        elif os.access(folder, os.W_OK) or any(folder.iterdir()):
-            return folder, ""
-        else:
-            refused.append(f"{root}: not writable")
-    return None, "; ".join(refused)
-
-
-def _roots() -> Iterator[tuple[Path, bool]]:
-    """Where the cache may be, best first, and whether the way to it is the operator's choice."""
-    for variable in ("TAILRACE_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
-        if chosen := os.environ.get(variable):
-            yield Path(chosen).absolute(), variable != "XDG_CACHE_HOME"
-    with contextlib.suppress(RuntimeError):  # there is no home
-        yield Path.home() / ".cache", False
-    with contextlib.suppress(OSError):  # there is no temporary folder
-        yield Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}", False
-
-
-def is_safe(folder: Path, *, parents: bool = True) -> bool:
-    """Whether nobody but this user and root can have put anything into a folder.
-
-    ``parents``: nor can they replace it, or any folder on the way to it.
-    """
-    try:
-        real = folder.resolve(strict=True)
-        inside = (Path(at, name) for at, *found in os.walk(real) for name in chain(*found))
-        if not _only_ours(real.parent) or not _only_ours(real) or not all(map(_only_ours, inside)):
-            return False
-        # In a sticky folder (/tmp) others cannot rename what is ours.
-        return not parents or all(
-            parent.stat().st_mode & stat.S_ISVTX or _only_ours(parent) for parent in real.parents
-        )
-    except OSError:
-        return False
-
-
-def _only_ours(path: Path) -> bool:
-    """Whether only this user and root may write to a file or folder."""
-    about = path.lstat()
-    if about.st_uid not in (0, os.getuid()) or stat.S_ISLNK(about.st_mode):
-        return False
-    if about.st_mode & stat.S_IWOTH:
-        return False
-    return not about.st_mode & stat.S_IWGRP or _is_private_group(about.st_gid)
-
-
-def _is_private_group(gid: int) -> bool:
-    """Whether a group has no member but this user, who may then share folders with it."""
-    try:
-        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
-    except KeyError:
-        return False
-    own = gid == user.pw_gid and group.gr_name == user.pw_name
-    return own and set(group.gr_mem) <= {user.pw_name}
-
-
-class _Locator(_FolderLocator):  # type: ignore[misc]
-    """Accepts a folder that can only be read, which Numba does not."""
-
-    def ensure_cache_path(self) -> None:
-        with contextlib.suppress(OSError):
-            super().ensure_cache_path()
-
-
-class _Files(_caching.CompileResultCacheImpl):  # type: ignore[misc]
-    _locator_classes: ClassVar = [_Locator]
-
-
-class _Cache(_caching.FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one function, which tells what is compiled."""
-
-    _impl_class = _Files
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super().load_overload(sig, target_context)
-        if found is None:
-            compile_events.tell(self._py_func.__name__)
-        return found
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        compile_events.tell(None)
-        with contextlib.suppress(OSError):  # read-only or full: it is compiled next time
-            super().save_overload(sig, data)
-
-
-class _NoCache(_caching.NullCache):  # type: ignore[misc]
-    """In place of a cache if there is none."""
-
-    def __init__(self, function: Any) -> None:
-        self._name = function.__name__
-
-    def load_overload(self, sig: Any, target_context: Any) -> None:
-        del sig, target_context
-        compile_events.tell(self._name)
-
-    def save_overload(self, sig: Any, cres: Any) -> None:
-        del sig, cres
-        compile_events.tell(None)
-
-
-# ---- decorators ---------------------------------------------------------------------------------
+_numba: Any = numba  # its options below are not in its type hints
 
 if _numba.config.DISABLE_JIT:
     # Interpreted, hashes wrap around with a warning that compiled code does not give.
     np.seterr(over="ignore")
-    CACHE, NO_CACHE_REASON = None, "the compiler is off"
-else:
-    CACHE, NO_CACHE_REASON = cache_folder()
-if CACHE is not None:
-    _numba.config.CACHE_DIR = str(CACHE)
 
+if "NUMBA_CACHE_DIR" not in os.environ:
+    _numba.config.CACHE_DIR = str(_cache_folder())
 
-def _compiler(**options: Any) -> Any:
-    """Return a decorator: compile on first use, and keep it on disk if there is a place for it.
-
-    No fastmath unless asked for: inf marks "no event". Without Numba's reference counting (_nrt):
-    compiled code works on arrays that Python owns and never allocates, and counting references to
-    them at every slice made the engine ten times slower. Without the C wrapper that Numba makes of
-    every function and nobody calls.
-    """
-    decorate = _numba.njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, **options)
-
-    def compiled(function: Any) -> Any:
-        dispatcher = decorate(function)
-        if not _numba.config.DISABLE_JIT:
-            dispatcher._cache = _NoCache(function) if CACHE is None else _Cache(function)
-        return dispatcher
-
-    return compiled
-
-
-#: For compiled code.
-jit: Any = _compiler()
-
-#: The same for functions that only compiled code calls: without the wrapper for calls from Python,
-#: a quarter of the time to compile. Calling one from Python is a crash; tests/test_compiled.py
-#: looks for such calls.
-inner: Any = _compiler(no_cpython_wrapper=True)
+#: Compile to machine code on first use and keep it on disk. No fastmath: inf marks "no event".
+#: Without Numba's reference counting (_nrt): compiled code works on arrays that Python owns and
+#: never allocates, and counting references to them at every slice made the engine ten times
+#: slower.
+jit: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False)
 
 #: The same for work that takes long: other threads run meanwhile.
-unlocked: Any = _compiler(nogil=True)
+unlocked: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, nogil=True)
 
 #: The same, pasted into its callers: for functions that take the many arrays of a fleet, since
 #: handing those over costs more than the function's own work.
-inlined: Any = _compiler(inline="always")
+inlined: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, inline="always")
 
 #: For dense arithmetic: sums may be reordered and products fused with them, so that loops use the
 #: vector units. Infinities and NaN keep their meaning.
-vectorised: Any = _compiler(fastmath={"contract", "reassoc"})
+vectorised: Any = _numba.njit(
+    cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc"}
+)
 
 #: The same for numbers that are all finite: finding the largest of them vectorises only then.
-vectorised_finite: Any = _compiler(fastmath={"contract", "reassoc", "nnan", "nsz"})
+vectorised_finite: Any = _numba.njit(
+    cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc", "nnan", "nsz"}
+)
 
 
 def positions(names: Iterable[str]) -> Any:

@@ -2,7 +2,6 @@
 
 import asyncio
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from tailrace.router.app import Router
     from tailrace.router.serve_settings import ServeSettings
 
-#: What the extra ``serve`` brings.
-MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
+_MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
 
 
 @options.command("serve")
@@ -74,8 +72,10 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
 
     Example: tailrace serve -b http://127.0.0.1:8000 -b http://127.0.0.1:8001
     """
-    console.need(*MODULES, extra="serve", what="serve")
-    from tailrace.router import warmup
+    console.need(*_MODULES, extra="serve", what="serve")
+    import uvloop
+
+    from tailrace.router.app import Router
     from tailrace.router.observe import logs
     from tailrace.router.serve_settings import load
 
@@ -86,24 +86,13 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
         return load(config, overrides, assignments)
 
     settings = read()
-    # A check only says what it found.
-    logs.to_stderr("error" if check else settings.log.level)
-    with warmup.helper():
-        return _serve(settings, read if config is not None else None, check)
-
-
-def _serve(
-    settings: "ServeSettings", read: "Callable[[], ServeSettings] | None", check: bool
-) -> int:
-    import uvloop
-
-    from tailrace.router.app import Router
-
+    logs.to_stderr(settings.log.level)
     if settings.processes > 1 and not check:
         from tailrace.router.workers.worker import serve_several
 
-        return serve_several(settings, read, _announce_several, _warn)
-    router = Router(settings, load=read)
+        again = read if config is not None else None
+        return serve_several(settings, again, _announce_several, _warn)
+    router = Router(settings, load=read if config is not None else None)
 
     async def main() -> int:
         try:

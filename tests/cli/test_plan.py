@@ -28,7 +28,7 @@ def test_kinds_with_prices(run_json):
         (["--workload", "chat"], "give --rate in requests/s"),
         ([*TRAFFIC, "--kind", "a100-llama3-8b=cheap"], "cannot read --kind a100-llama3-8b=cheap"),
         ([*TRAFFIC, "--kind", "a100-llama3-8b=0"], "cannot read --kind"),
-        ([*TRAFFIC, "--kind", "a100"], "unknown device 'a100'"),
+        ([*TRAFFIC, "--kind", "a101"], "unknown device 'a101'"),
         ([*TRAFFIC, "--kind", "a100-llama3-8b*0"], "speed"),
         ([*TRAFFIC, "--attainment", "2"], "must be a share"),
         (["--scenario", "replica-failure", "--rate", "9"], "leave them out"),

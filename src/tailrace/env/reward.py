@@ -141,6 +141,7 @@ class Reward:
             weights[term] = getattr(settings, name) * (-1 if name in BONUSES else 1)
         # Apart, so that rewards without terms of ended requests stay the same to the last bit.
         self._weights, self._weights_of_ended = np.split(weights, [cost_accounts.FIRST_OF_ENDED])
+        self._weighs_ended = bool(self._weights_of_ended.any())
         self._low, self._high = settings.bounds
         self._averages = bool(settings.throughput or settings.improvement or self._follows_past)
         # exponentially decaying sums, and the time they cover
@@ -164,7 +165,7 @@ class Reward:
         settings = self.settings
         first = cost_accounts.FIRST_OF_ENDED
         cost = step.terms[:, :first] @ self._weights
-        if self._weights_of_ended.any():
+        if self._weighs_ended:
             cost += step.terms[:, first:] @ self._weights_of_ended
         names = zip(cost_accounts.TERMS, step.terms.T.copy(), strict=True)
         self.terms = {"elapsed_s": step.elapsed_s.copy(), **dict(names)}
@@ -178,7 +179,7 @@ class Reward:
             self.terms["reference_cost"] = reference_cost.copy()
             reward += settings.relative * reference_cost
         self.raw = reward
-        return self._bounded(reward)
+        return reward if self._low is self._high is None else self._bounded(reward)
 
     def _bounded(self, reward: Array) -> Array:
         low, high = self._low, self._high

@@ -20,7 +20,15 @@ from tailrace.seeds import SEEDS_PER_PURPOSE, Purpose, require, seeds
 from tailrace.sim import cost_accounts, engine
 from tailrace.sim.allocation import Allocation, new_fleet, new_tables
 from tailrace.sim.build import lay_out, set_up
-from tailrace.sim.fleet import NO_ACTION, SKIP, begin, follow, new_step, step_fleet
+from tailrace.sim.fleet import (
+    NO_ACTION,
+    SKIP,
+    begin,
+    follow,
+    new_step,
+    next_available,
+    step_fleet,
+)
 from tailrace.sim.types import Fleet
 
 Array = NDArray[np.float64]
@@ -58,6 +66,7 @@ class EpisodicClusters(ABC):
         self.replicas = max(settings.max_replicas or 0, largest)
         self.reward = Reward(settings.reward, n)
         self.step_out = new_step(n, self.replicas)
+        self._chosen = np.zeros(n, np.int64)
         self.decisions = np.zeros(n, np.int64)
         self.alarms = np.zeros(n, np.int64)
         """[n] requests beyond the latency limit that ended in the last step."""
@@ -97,18 +106,13 @@ class EpisodicClusters(ABC):
         return [seeds(Purpose.TRAINING, 1, int(start))[0] for start in starts]
 
     def valid(self, actions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return actions [n] with every unavailable replica replaced."""
+        """Return actions [n] with every unavailable replica replaced, in an array used again."""
         actions = np.asarray(actions, np.int64)
         if actions.shape != (self.n,):
             raise TailraceError(f"expected {self.n} actions, got an array {actions.shape}")
-        if ((actions < 0) | (actions >= self.replicas)).any():
+        if not next_available(self.step_out.mask, actions, self._chosen):
             raise TailraceError(f"an action must be a replica from 0 to {self.replicas - 1}")
-        mask = self.step_out.mask
-        if mask[np.arange(self.n), actions].all():
-            return actions
-        around = (actions[:, None] + np.arange(self.replicas)) % self.replicas
-        steps = np.take_along_axis(mask, around, axis=1).argmax(axis=1)
-        return np.asarray(around[np.arange(self.n), steps])
+        return self._chosen
 
     def observation(self) -> Observation:
         """Return what the routers see: arrays [n, ...] that the next step overwrites."""
@@ -259,9 +263,8 @@ class Core(EpisodicClusters):
         return self._result(self.reward(self.step_out, reference_cost))
 
     def _check(self) -> None:
-        stuck = np.flatnonzero(self.step_out.status == engine.STUCK)
-        if stuck.size:
-            episode = self.playing[stuck[0]]
+        if self.step_out.status.max() == engine.STUCK:  # the largest there is
+            episode = self.playing[self.step_out.status.argmax()]
             name = episode.scenario.name if episode else ""
             raise TailraceError(
                 f"{name}: a replica has requests waiting but can start none of them; "

@@ -67,6 +67,26 @@ def step_fleet(fleet, tables, actions, step):
             _step_cluster(fleet, tables, c, actions[c], step)
 
 
+@jit
+def next_available(mask, actions, chosen):
+    """Fill ``chosen`` int64 [C] with ``actions`` [C], or the next available replicas after them.
+
+    ``mask`` bool [C, N]: replicas that may be chosen. Counting goes up and around; a cluster
+    without an available replica keeps its action. Returns False if an action is no replica.
+    """
+    replicas = mask.shape[1]
+    for c in range(actions.size):
+        if not 0 <= actions[c] < replicas:
+            return False
+        chosen[c] = actions[c]
+        for k in range(replicas):
+            around = (actions[c] + k) % replicas
+            if mask[c, around]:
+                chosen[c] = around
+                break
+    return True
+
+
 @inlined
 def _step_cluster(fleet, tables, c, action, step):
     cluster = fleet.clusters[c]

@@ -13,7 +13,7 @@ PACKAGE = Path(tailrace.__file__).parent
 LAYERS = (
     ("moved",),
     ("__init__",),
-    ("errors",),
+    ("errors", "compile_events"),
     ("compiled", "config", "files", "parallel", "seeds"),
     ("scenario",),
     ("workload", "net", "queueing"),

@@ -5,15 +5,36 @@ cache folder is named by a hash of the sources of all packages with compiled cod
 from here.
 """
 
+import contextlib
+import copy
+import grp
 import hashlib
 import os
+import pwd
+import stat
+import subprocess
+import sys
+import tempfile
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 import numpy as np
+from numba.core import caching, ir
+from numba.core.registry import CPUDispatcher
+
+from tailrace import compile_events
+
+_numba: Any = numba  # its options are not in its type hints
+_caching: Any = caching
+_ir: Any = ir
+_CPUDispatcher: Any = CPUDispatcher
+_FolderLocator: Any = getattr(_caching, "UserProvidedCacheLocator", None) or (
+    _caching._UserProvidedCacheLocator  # its name before Numba 0.62
+)
 
 _PACKAGE = Path(__file__).parent
 #: Where compiled functions, and the types and constants they use, may stand.
@@ -34,50 +55,287 @@ _KERNEL_SOURCES = (
 )
 
 
-def _cache_folder() -> Path:
+def _sources_hash() -> str:
     digest = hashlib.sha256()
     for source in sorted(path for pattern in _KERNEL_SOURCES for path in _PACKAGE.glob(pattern)):
         digest.update(source.relative_to(_PACKAGE).as_posix().encode())
         digest.update(source.read_bytes())
     # Code compiled with bounds checks must not be mixed with code compiled without.
     digest.update(os.environ.get("NUMBA_BOUNDSCHECK", "").encode())
-    base = os.environ.get("TAILRACE_CACHE_DIR") or os.environ.get("XDG_CACHE_HOME")
-    root = Path(base) if base else Path.home() / ".cache"
-    return root / "tailrace" / f"kernels-{digest.hexdigest()[:16]}"
+    return digest.hexdigest()[:16]
 
 
-_numba: Any = numba  # its options below are not in its type hints
+# ---- where compiled code is kept ----------------------------------------------------------------
+
+
+def cache_folder() -> tuple[Path | None, str]:
+    """Return the folder of compiled code; or None, and why there is none.
+
+    The first of ``TAILRACE_CACHE_DIR``, ``XDG_CACHE_HOME``, ``~/.cache`` and a folder of this user
+    in the temporary folder that can be written, or that holds compiled code already (an image with
+    a read-only root). Numba unpickles and runs what it finds there, so no folder is used that
+    another user may write to.
+    """
+    name = f"kernels-{_sources_hash()}"
+    refused = []
+    for root, trusted in _roots():
+        folder = root / "tailrace" / name
+        try:
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            if not folder.is_dir():
+                refused.append(f"{root}: {error.strerror}")
+                continue
+        if not is_safe(folder, parents=not trusted):
+            refused.append(f"{root}: other users may write to it")
+        elif os.access(folder, os.W_OK) or any(folder.iterdir()):
+            return folder, ""
+        else:
+            refused.append(f"{root}: not writable")
+    return None, "; ".join(refused)
+
+
+def _roots() -> Iterator[tuple[Path, bool]]:
+    """Where the cache may be, best first, and whether the way to it is the operator's choice."""
+    for variable in ("TAILRACE_CACHE_DIR", "NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        if chosen := os.environ.get(variable):
+            yield Path(chosen).absolute(), variable != "XDG_CACHE_HOME"
+    with contextlib.suppress(RuntimeError):  # there is no home
+        yield Path.home() / ".cache", False
+    with contextlib.suppress(OSError):  # there is no temporary folder
+        yield Path(tempfile.gettempdir()) / f"tailrace-{os.getuid()}", False
+
+
+def is_safe(folder: Path, *, parents: bool = True) -> bool:
+    """Whether nobody but this user and root can have put anything into a folder.
+
+    ``parents``: nor can they replace it, or any folder on the way to it.
+    """
+    try:
+        real = folder.resolve(strict=True)
+        inside = (Path(at, name) for at, *found in os.walk(real) for name in chain(*found))
+        if not _only_ours(real.parent) or not _only_ours(real) or not all(map(_only_ours, inside)):
+            return False
+        # In a sticky folder (/tmp) others cannot rename what is ours.
+        return not parents or all(
+            parent.stat().st_mode & stat.S_ISVTX or _only_ours(parent) for parent in real.parents
+        )
+    except OSError:
+        return False
+
+
+def _only_ours(path: Path) -> bool:
+    """Whether only this user and root may write to a file or folder."""
+    about = path.lstat()
+    if about.st_uid not in (0, os.getuid()) or stat.S_ISLNK(about.st_mode):
+        return False
+    if about.st_mode & stat.S_IWOTH:
+        return False
+    return not about.st_mode & stat.S_IWGRP or _is_private_group(about.st_gid)
+
+
+def _is_private_group(gid: int) -> bool:
+    """Whether a group has no member but this user, who may then share folders with it."""
+    try:
+        user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    own = gid == user.pw_gid and group.gr_name == user.pw_name
+    return own and set(group.gr_mem) <= {user.pw_name}
+
+
+class _Locator(_FolderLocator):  # type: ignore[misc]
+    """Accepts a folder that can only be read, which Numba does not."""
+
+    def ensure_cache_path(self) -> None:
+        with contextlib.suppress(OSError):
+            super().ensure_cache_path()
+
+
+class _Files(_caching.CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes: ClassVar = [_Locator]
+
+
+class _TwinFiles(_Files):
+    """Files of the twin that Python calls: the name of a cached file does not show the wrapper."""
+
+    def get_filename_base(self, fullname: str, abiflags: str) -> str:
+        return f"{super().get_filename_base(fullname, abiflags)}.python"
+
+
+class _Cache(_caching.FunctionCache):  # type: ignore[misc]
+    """Numba's cache of one function, which tells what is compiled."""
+
+    _impl_class = _Files
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        found = super().load_overload(sig, target_context)
+        if found is None:
+            compile_events.tell(self._py_func.__name__)
+        return found
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        compile_events.tell(None)
+        with contextlib.suppress(OSError):  # read-only or full: it is compiled next time
+            super().save_overload(sig, data)
+
+
+class _TwinCache(_Cache):
+    _impl_class = _TwinFiles
+
+
+class _NoCache(_caching.NullCache):  # type: ignore[misc]
+    """In place of a cache if there is none."""
+
+    def __init__(self, function: Any) -> None:
+        self._name = function.__name__
+
+    def load_overload(self, sig: Any, target_context: Any) -> None:
+        del sig, target_context
+        compile_events.tell(self._name)
+
+    def save_overload(self, sig: Any, cres: Any) -> None:
+        del sig, cres
+        compile_events.tell(None)
+
+
+# ---- faster compiling ---------------------------------------------------------------------------
+
+
+def _copy_scope(scope: Any, memo: dict[int, Any]) -> Any:
+    """Copy the variables of a function, for ``copy.deepcopy``.
+
+    To inline a function, Numba copies each of its blocks, each with all variables of the function.
+    Python's general way to copy them took a fifth of the time to compile the simulator.
+    """
+    copied = _ir.Scope(copy.deepcopy(scope.parent, memo), scope.loc)
+    memo[id(scope)] = copied
+    for variable in scope.localvars._con.values():
+        memo[id(variable)] = copied.define(variable.name, variable.loc)
+    copied.redefined.update(scope.redefined)
+    for name, versions in scope.var_redefinitions.items():
+        copied.var_redefinitions[name] = set(versions)
+    return copied
+
+
+# Only if a variable scope is what this was written for (Numba 0.60 to 0.69).
+if vars(_ir.Scope(None, _ir.unknown_loc)).keys() == {
+    *("parent", "localvars", "loc", "redefined", "var_redefinitions")
+}:
+    _ir.Scope.__deepcopy__ = _copy_scope
+
+
+# ---- decorators ---------------------------------------------------------------------------------
 
 if _numba.config.DISABLE_JIT:
     # Interpreted, hashes wrap around with a warning that compiled code does not give.
     np.seterr(over="ignore")
+    CACHE, NO_CACHE_REASON = None, "the compiler is off"
+else:
+    CACHE, NO_CACHE_REASON = cache_folder()
+if CACHE is not None:
+    _numba.config.CACHE_DIR = str(CACHE)
 
-if "NUMBA_CACHE_DIR" not in os.environ:
-    _numba.config.CACHE_DIR = str(_cache_folder())
 
-#: Compile to machine code on first use and keep it on disk. No fastmath: inf marks "no event".
-#: Without Numba's reference counting (_nrt): compiled code works on arrays that Python owns and
-#: never allocates, and counting references to them at every slice made the engine ten times
-#: slower.
-jit: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False)
+def _compiler(cache: Any = _Cache, **options: Any) -> Any:
+    """Return a decorator: compile on first use, and keep it on disk if there is a place for it.
+
+    No fastmath unless asked for: inf marks "no event". Without Numba's reference counting (_nrt):
+    compiled code works on arrays that Python owns and never allocates, and counting references to
+    them at every slice made the engine ten times slower. Without the C wrapper that Numba makes of
+    every function and nobody calls.
+    """
+    decorate = _numba.njit(error_model="numpy", _nrt=False, no_cfunc_wrapper=True, **options)
+
+    def compiled(function: Any) -> Any:
+        dispatcher = decorate(function)
+        if not _numba.config.DISABLE_JIT:
+            dispatcher._cache = _NoCache(function) if CACHE is None else cache(function)
+        return dispatcher
+
+    return compiled
+
+
+#: For compiled code.
+jit: Any = _compiler()
+
+_without_wrapper: Any = _compiler(no_cpython_wrapper=True)
+_twin: Any = _compiler(_TwinCache)
+
+
+class _Inner(_CPUDispatcher):  # type: ignore[misc]
+    """A compiled function without the wrapper for calls from Python, to which a call would jump.
+
+    Python calls a twin instead, compiled with its wrapper at the first such call.
+    """
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        if "twin" not in self.__dict__:
+            self.twin = _twin(self.py_func)
+        return self.twin(*args, **named)
+
+
+def inner(function: Any) -> Any:
+    """Decorate a function that as a rule only compiled code calls.
+
+    Without the wrapper for calls from Python it takes a quarter less time to compile. Python may
+    call it all the same, and then compiles it a second time.
+    """
+    dispatcher = _without_wrapper(function)
+    if not _numba.config.DISABLE_JIT:
+        dispatcher.__class__ = _Inner
+    return dispatcher
+
 
 #: The same for work that takes long: other threads run meanwhile.
-unlocked: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, nogil=True)
+unlocked: Any = _compiler(nogil=True)
 
 #: The same, pasted into its callers: for functions that take the many arrays of a fleet, since
 #: handing those over costs more than the function's own work.
-inlined: Any = _numba.njit(cache=True, error_model="numpy", _nrt=False, inline="always")
+inlined: Any = _compiler(inline="always")
 
 #: For dense arithmetic: sums may be reordered and products fused with them, so that loops use the
 #: vector units. Infinities and NaN keep their meaning.
-vectorised: Any = _numba.njit(
-    cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc"}
-)
+vectorised: Any = _compiler(fastmath={"contract", "reassoc"})
 
 #: The same for numbers that are all finite: finding the largest of them vectorises only then.
-vectorised_finite: Any = _numba.njit(
-    cache=True, error_model="numpy", _nrt=False, fastmath={"contract", "reassoc", "nnan", "nsz"}
-)
+vectorised_finite: Any = _compiler(fastmath={"contract", "reassoc", "nnan", "nsz"})
+
+
+# ---- compiling in two processes -----------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def helper(module: str) -> Iterator[Callable[[], int | None]]:
+    """Let a helper process, ``python -m module``, fill the compile cache beside this process.
+
+    Not if the module has called :func:`mark` already, or if there is no cache to fill. The helper
+    may end long before this context does: call what this yields now and then, so that it does not
+    stay as a zombie. That returns None as long as the helper runs. It is ended with the context.
+    """
+    if CACHE is None or (CACHE / module).exists() or not os.access(CACHE, os.W_OK):
+        yield lambda: 0
+        return
+    process = subprocess.Popen(
+        [sys.executable, "-m", module], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process.poll
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def mark(module: str) -> None:
+    """Note in the cache that everything a helper module compiles is there."""
+    if CACHE is not None:
+        with contextlib.suppress(OSError):
+            (CACHE / module).touch(mode=0o600)
+
+
+# ---- constants ----------------------------------------------------------------------------------
 
 
 def positions(names: Iterable[str]) -> Any:

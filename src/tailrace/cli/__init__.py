@@ -14,36 +14,22 @@ from typing import Any, NoReturn
 
 import click
 
-from tailrace import __version__
+from tailrace import __version__, compile_events
+from tailrace.cli.console import CompileProgress
 from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 
-#: Commands in the order of the help page; each module holds a ``command``.
-COMMANDS = (
-    "simulate",
-    "compare",
-    "capacity",
-    "plan",
-    "train",
-    "sweep",
-    "evaluate",
-    "report",
-    "tune",
-    "inspect",
-    "headroom",
-    "workload",
-    "policies",
-    "devices",
-    "features",
-    "fit",
-    "scenarios",
-    "serve",
-    "calibrate",
-    "replay",
-    "emulate",
-    "bench",
-    "completion",
-    "version",
-)
+#: Commands by their heading on the help page; each is a module with a ``command``.
+GROUPS = {
+    "Serve": ("serve", "emulate", "warmup"),
+    "Measure": ("bench", "calibrate", "fit", "replay"),
+    "Simulate": (
+        *("simulate", "compare", "capacity", "plan", "workload"),
+        *("evaluate", "report", "inspect", "headroom"),
+    ),
+    "Train": ("train", "sweep", "tune"),
+    "Reference": ("policies", "devices", "features", "scenarios", "completion", "version"),
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -65,6 +51,19 @@ class TailraceGroup(click.Group):
         command: click.Command = import_module(f"tailrace.cli.{cmd_name}").command
         return command
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands group by group."""
+        longest = max(map(len, COMMANDS))
+        for title, names in GROUPS.items():
+            rows = []
+            for name in names:
+                command = self.get_command(ctx, name)
+                assert command is not None
+                limit = formatter.width - 6 - longest
+                rows.append((name.ljust(longest), command.get_short_help_str(limit)))
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -80,6 +79,7 @@ class TailraceGroup(click.Group):
         extra.pop("standalone_mode", None)
         show = warnings.showwarning
         warnings.showwarning = partial(_show_warning, show)
+        compile_events.watcher = CompileProgress()
         try:
             code = super().main(args, prog_name, standalone_mode=False, **extra)
         except TailraceError as error:
@@ -98,6 +98,7 @@ class TailraceGroup(click.Group):
             sys.exit(1)
         finally:
             warnings.showwarning = show
+            compile_events.watcher = None
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -122,7 +123,7 @@ def _fail(message: str) -> NoReturn:
 )
 @click.version_option(__version__, prog_name="tailrace", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Simulate, compare and size routers for clusters of LLM servers."""
+    """Route, simulate, compare and train: request routing for clusters of LLM servers."""
 
 
 def main() -> None:

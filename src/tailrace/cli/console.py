@@ -3,10 +3,11 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import click
 
@@ -22,6 +23,8 @@ T = TypeVar("T")
 PIPE_WIDTH = 120
 #: Anything that takes longer shows its progress.
 PATIENCE_S = 1.0
+#: Where there is no terminal, a line says so often how far compiling is, in s.
+LINE_S = 10.0
 
 
 def stdout() -> "Console":
@@ -97,6 +100,7 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[..., Non
         transient=True,
     )
     task = bar.add_task(label, total=total)
+    CompileProgress.bar = lambda text: bar.update(task, description=text or label)
 
     def update(done: int | None = None) -> None:
         bar.update(task, completed=done, advance=1 if done is None else None)
@@ -108,6 +112,47 @@ def progress(label: str, total: int | None = None) -> Iterator[Callable[..., Non
         with own_output():
             yield update
     finally:
+        CompileProgress.bar = None
         timer.cancel()
         timer.join()
         bar.stop()
+
+
+class CompileProgress:
+    """Shows on standard error what is compiled at first use (see ``tailrace.compile_events``)."""
+
+    #: Sets the label of the bar that is on the screen; an empty one restores its own.
+    bar: ClassVar[Callable[[str], None] | None] = None
+
+    def __init__(self) -> None:
+        self._functions = self._depth = 0
+        self._started = self._shown_at = 0.0
+
+    def __call__(self, name: str | None) -> None:
+        """Take note of a function that is compiled now; None: the latest one is compiled."""
+        now = time.monotonic()
+        if name is not None:
+            if self._functions == 0:
+                self._started = now
+                self._shown_at = now + PATIENCE_S - LINE_S
+            self._functions += 1
+            self._depth += 1
+        else:
+            self._depth -= 1
+        if is_quiet() or now - self._started < PATIENCE_S:
+            return
+        text = f"compiling, once: {self._functions} functions, {now - self._started:.0f} s"
+        if CompileProgress.bar is not None:
+            CompileProgress.bar(text if self._depth else "")
+        elif sys.stderr.isatty():
+            click.echo(f"\r\033[K{text if self._depth else ''}", nl=False, err=True)
+        elif now - self._shown_at >= LINE_S:
+            self._shown_at = now
+            click.echo(text + _not_kept(), err=True)
+
+
+def _not_kept() -> str:
+    """Say why compiled code is compiled again at the next start, if it is."""
+    from tailrace import compiled
+
+    return "" if compiled.CACHE is not None else f" (not kept: {compiled.NO_CACHE_REASON})"

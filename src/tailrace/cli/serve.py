@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from tailrace.router.app import Router
     from tailrace.router.serve_settings import ServeSettings
 
-_MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
+#: What the extra ``serve`` brings.
+MODULES = ("httptools", "orjson", "prometheus_client", "uvloop", "xxhash")
 
 
 @options.command("serve")
@@ -72,10 +74,8 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
 
     Example: tailrace serve -b http://127.0.0.1:8000 -b http://127.0.0.1:8001
     """
-    console.need(*_MODULES, extra="serve", what="serve")
-    import uvloop
-
-    from tailrace.router.app import Router
+    console.need(*MODULES, extra="serve", what="serve")
+    from tailrace.router import warmup
     from tailrace.router.observe import logs
     from tailrace.router.serve_settings import load
 
@@ -86,15 +86,35 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
         return load(config, overrides, assignments)
 
     settings = read()
-    logs.to_stderr(settings.log.level)
+    # A check only says what it found.
+    logs.to_stderr("error" if check else settings.log.level)
+    with warmup.helper() as reap:
+        return _serve(settings, read if config is not None else None, check, reap)
+
+
+def _serve(
+    settings: "ServeSettings",
+    read: "Callable[[], ServeSettings] | None",
+    check: bool,
+    reap: Callable[[], int | None],
+) -> int:
+    """Serve; ``reap`` returns None as long as a helper process runs, and collects it after."""
+    import uvloop
+
+    from tailrace.router.app import Router
+
     if settings.processes > 1 and not check:
         from tailrace.router.workers.worker import serve_several
 
-        again = read if config is not None else None
-        return serve_several(settings, again, _announce_several, _warn)
-    router = Router(settings, load=read if config is not None else None)
+        return serve_several(settings, read, _announce_several, _warn, reap)
+    router = Router(settings, load=read)
+
+    async def collect_helper() -> None:
+        while reap() is None:
+            await asyncio.sleep(1.0)
 
     async def main() -> int:
+        collecting = asyncio.create_task(collect_helper())
         try:
             failing = await router.probe()
             for backend, why in failing:
@@ -105,6 +125,7 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
             click.echo(f"{size - len(failing)} of {size} backends answer")
             return 1 if failing else 0
         finally:
+            collecting.cancel()
             await router.stop()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

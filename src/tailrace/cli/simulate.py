@@ -39,18 +39,20 @@ def command(
     from tailrace.evaluate.measure.metrics import summarise
     from tailrace.evaluate.measure.request_results import write_requests
     from tailrace.evaluate.measure.runner import policy_for, run
+    from tailrace.policy.warmup import helper
     from tailrace.saturation import resolve_rate
     from tailrace.sim.chrome_trace import write_trace
     from tailrace.terminal.tables import print_summary
 
     with console.own_output():
         policy_for(scenario, policy)
-    with console.progress("measuring capacity"):
-        rate = resolve_rate(scenario)
-    with console.progress("simulating", scenario.workload.requests) as update:
-        result = run(
-            scenario, policy, rate, seed, record_batches=trace is not None, progress=update
-        )
+    with helper():
+        with console.progress("measuring capacity"):
+            rate = resolve_rate(scenario)
+        with console.progress("simulating", scenario.workload.requests) as update:
+            result = run(
+                scenario, policy, rate, seed, record_batches=trace is not None, progress=update
+            )
     summary = summarise(result, warmup)
     if out is not None:
         write_requests(result, out)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.policy.learned import architecture as a
 from tailrace.policy.learned.observation import observe
 from tailrace.policy.learned.policy import learned_scores, prior_scores
@@ -36,13 +36,13 @@ class Rows(NamedTuple):
     costs: NDArray[np.float64]
 
 
-@jit
+@inner
 def _random_unit(router):
     """Uniform random number in [0, 1)."""
     return np.float64(random_u64(router) >> np.uint64(11)) * 2.0**-53
 
 
-@jit
+@inner
 def _random_replica(replicas, router):
     """A random available replica."""
     available = 0
@@ -55,7 +55,7 @@ def _random_replica(replicas, router):
     return chosen
 
 
-@jit
+@inner
 def _at_decision(f, tables, c):
     """Advance to the next decision unless there is one; return whether there is."""
     if f.clusters[c]["request"] >= 0:
@@ -63,7 +63,7 @@ def _at_decision(f, tables, c):
     return engine.next_decision(f, tables, c) == engine.NEEDS_DECISION
 
 
-@jit
+@inner
 def _record_observation(f, c, network, out, k):
     """Fill row ``k`` with what is known at the current decision."""
     n = f.clusters[c]["n_replicas"]
@@ -76,7 +76,7 @@ def _record_observation(f, c, network, out, k):
     _save_memory(network, out.memory[k])
 
 
-@jit
+@inner
 def _save_memory(network, memory):
     floats = network.view(np.float32)
     start = np.int64(network[a.M])
@@ -84,7 +84,7 @@ def _save_memory(network, memory):
         memory[k] = floats[start + k]
 
 
-@jit
+@inner
 def _load_memory(network, memory):
     floats = network.view(np.float32)
     start = np.int64(network[a.M])
@@ -249,7 +249,7 @@ def tail_s(requests, facts, low, high, since):
     return total
 
 
-@jit
+@inner
 def _roll_out(twin, tables, network, until_s, logit_margin, plan):
     """Route until ``until_s`` by the ``plan`` [requests]; new choices are added to it."""
     cluster = twin.clusters[0]
@@ -276,7 +276,7 @@ def _roll_out(twin, tables, network, until_s, logit_margin, plan):
         engine.assign(twin, tables, 0, choice)
 
 
-@jit
+@inner
 def _mark_candidates(scores, mask, candidates, tried):
     """Mark the ``candidates`` possible choices of lowest score in ``tried``; return the lowest."""
     first = 0
@@ -299,7 +299,7 @@ def _arrived(cluster):
     return cluster["finished"] + cluster["lost"] + cluster["in_system"]
 
 
-@jit
+@inner
 def _drain_cost(twin, tables, end):
     """Cost in s, from the time ``end`` on, of what is in the system if nothing else arrives."""
     requests = twin.requests[0]

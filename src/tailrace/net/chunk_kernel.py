@@ -10,7 +10,7 @@ byte is checked as it arrives: a line that cannot become valid is refused before
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.net.framing import MAX_CHUNK_LINE, MAX_TRAILER_BYTES, TOKEN_BYTES, BrokenMessageError
 
 # Where the reader is.
@@ -36,7 +36,7 @@ _IS_TOKEN = np.array([c in TOKEN_BYTES for c in range(256)])
 _U1 = np.dtype(np.uint8)
 
 
-@jit
+@inner
 def _digit(c):
     """Return the value of a hexadecimal digit, -1 if it is none."""
     if 48 <= c <= 57:

@@ -3,17 +3,17 @@
 Ordered by (time, request), so that a run repeats exactly.
 """
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 
 
-@jit
+@inner
 def _before(heap, a, b):
     if heap[a]["time"] != heap[b]["time"]:
         return heap[a]["time"] < heap[b]["time"]
     return heap[a]["request"] < heap[b]["request"]
 
 
-@jit
+@inner
 def _swap(heap, a, b):
     time, request = heap[a]["time"], heap[a]["request"]
     heap[a]["time"], heap[a]["request"] = heap[b]["time"], heap[b]["request"]

@@ -16,7 +16,7 @@ admitted only after all earlier ones got what they need of the token budget.
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner
 from tailrace.sim import kvcache
 from tailrace.sim.types import (
     DONE,
@@ -35,7 +35,7 @@ from tailrace.sim.types import (
 NO_TICK = np.int64(2**62)
 
 
-@jit
+@inner
 def ceil_div(a, b):
     """Quotient of integers, rounded up."""
     return -(-a // b)
@@ -44,7 +44,7 @@ def ceil_div(a, b):
 # ---- waiting queue: a linked list through REQUEST_STATE.next ------------------------------------
 
 
-@jit
+@inner
 def enqueue(server, requests, r):
     """Put a request at the end of the waiting queue."""
     requests[r]["next"] = -1
@@ -56,7 +56,7 @@ def enqueue(server, requests, r):
     server["queue_len"] += 1
 
 
-@jit
+@inner
 def _enqueue_first(server, requests, r):
     requests[r]["next"] = server["queue_head"] if server["queue_len"] > 0 else -1
     if server["queue_len"] == 0:
@@ -65,7 +65,7 @@ def _enqueue_first(server, requests, r):
     server["queue_len"] += 1
 
 
-@jit
+@inner
 def _enqueue_sorted(server, requests, r):
     """Insert a request into the queue of vllm_v1, which is ordered by (time sent, id)."""
     sent = requests[r]["sent"]
@@ -84,7 +84,7 @@ def _enqueue_sorted(server, requests, r):
         server["queue_len"] += 1
 
 
-@jit
+@inner
 def dequeue(server, requests):
     """Take the first waiting request."""
     r = server["queue_head"]
@@ -97,7 +97,7 @@ def dequeue(server, requests):
 # ---- blocks -------------------------------------------------------------------------------------
 
 
-@jit
+@inner
 def _phase_index(server, offset):
     """Ticks (mod block size) at which a decode takes a block, in counted mode.
 
@@ -107,7 +107,7 @@ def _phase_index(server, offset):
     return (lead - offset) % server["block_size"]
 
 
-@jit
+@inner
 def blocks_due(server, phase, first_tick, ticks):
     """Blocks the decodes take in ``ticks`` iterations from ``first_tick`` on, in counted mode."""
     size = server["block_size"]
@@ -121,7 +121,7 @@ def blocks_due(server, phase, first_tick, ticks):
     return due
 
 
-@jit
+@inner
 def decode_blocks(server, prompt, processed):
     """Blocks a decode holds before its next iteration, in counted mode."""
     if server["scheduler"] == VLLM_V1 and processed > prompt + 1:
@@ -129,14 +129,14 @@ def decode_blocks(server, prompt, processed):
     return ceil_div(processed - 1, server["block_size"])
 
 
-@jit
+@inner
 def _prefill_blocks(server, prompt, processed):
     """Blocks a partly prefilled request holds, in counted mode."""
     whole = prompt if server["scheduler"] != VLLM_V1 else processed
     return ceil_div(whole, server["block_size"])
 
 
-@jit
+@inner
 def take_blocks(server, kv, row, request, count):
     """Give a request ``count`` more blocks, in explicit mode."""
     if server["caching"]:
@@ -147,7 +147,7 @@ def take_blocks(server, kv, row, request, count):
     request["blocks"] += count
 
 
-@jit
+@inner
 def release_row(server, kv, row, request):
     """Give back all blocks of a request, last first, in explicit mode."""
     if server["caching"]:
@@ -161,7 +161,7 @@ def release_row(server, kv, row, request):
     kv.rows_free[top] += 1
 
 
-@jit
+@inner
 def make_findable(server, kv, content, row, r, before, after):
     """Register the blocks that become full as the processed tokens go from ``before`` to ``after``.
 
@@ -175,7 +175,7 @@ def make_findable(server, kv, content, row, r, before, after):
         kvcache.register(kv, kv.held[row, index], key)
 
 
-@jit
+@inner
 def _keep_for_itself(server, kv, content, row, r, tokens):
     """Register the full blocks of a private request that is about to be preempted."""
     if not server["caching"] or not kvcache.is_private(content, r):
@@ -187,7 +187,7 @@ def _keep_for_itself(server, kv, content, row, r, tokens):
             kvcache.register(kv, block, kvcache.block_key(content, r, index, size))
 
 
-@jit
+@inner
 def next_block_event(server, request, offset, tick):
     """Next tick, from ``tick`` on, at which a decode needs or fills a block, in explicit mode."""
     size = server["block_size"]
@@ -200,14 +200,14 @@ def next_block_event(server, request, offset, tick):
 # ---- slots --------------------------------------------------------------------------------------
 
 
-@jit
+@inner
 def _move_slot(slots, source, target):
     if source != target:
         for k in range(SLOT_ROWS):
             slots[k, target] = slots[k, source]
 
 
-@jit
+@inner
 def add_slot(server, slots, kv, requests, r, chunk, now):
     """Make a request resident, with ``chunk`` prompt tokens in the iteration being formed."""
     i = server["n_slots"]
@@ -226,13 +226,13 @@ def add_slot(server, slots, kv, requests, r, chunk, now):
     server["n_slots"] += 1
 
 
-@jit
+@inner
 def _is_fresh(server, request):
     """Whether a new decode needs a block at once: its prompt filled the last one (vllm_v1)."""
     return server["scheduler"] == VLLM_V1 and request["prompt"] % server["block_size"] == 0
 
 
-@jit
+@inner
 def become_decode(server, slots, phase, requests, i):
     """Make slot ``i``, the first after the decodes, a decode: its prompt and one token are done."""
     request = requests[slots[SLOT_REQUEST, i]]
@@ -256,7 +256,7 @@ def become_decode(server, slots, phase, requests, i):
             server["fresh"] += 1
 
 
-@jit
+@inner
 def _leave_decodes(server, slots, phase, kv, requests, i):
     """Release the blocks of decode slot ``i`` and stop counting it; return its processed tokens."""
     request = requests[slots[SLOT_REQUEST, i]]
@@ -270,7 +270,7 @@ def _leave_decodes(server, slots, phase, kv, requests, i):
     return processed
 
 
-@jit
+@inner
 def preempt_last(server, slots, phase, kv, requests, content):
     """Evict the last resident request: its blocks are freed and it is prefilled again."""
     i = server["n_slots"] - 1
@@ -312,7 +312,7 @@ def preempt_last(server, slots, phase, kv, requests, content):
         _enqueue_first(server, requests, r)
 
 
-@jit
+@inner
 def _settle(requests, r, end, notices):
     request = requests[r]
     request["done"] = end
@@ -321,7 +321,7 @@ def _settle(requests, r, end, notices):
     notices[1, 0] += 1
 
 
-@jit
+@inner
 def retire_decodes(server, slots, phase, kv, requests, end, notices):
     """Remove the decodes that are done at this tick, keeping the order of the others."""
     tick = server["tick"]
@@ -345,7 +345,7 @@ def retire_decodes(server, slots, phase, kv, requests, end, notices):
     server["next_finish"] = next_finish
 
 
-@jit
+@inner
 def advance_prefills(server, slots, phase, kv, requests, end, notices):
     """Account for the prompt tokens of the last iteration; finished prompts become decodes."""
     kept = server["n_decodes"]

@@ -6,7 +6,7 @@ tokens, finished requests and metrics snapshots on the way are entered into the 
 
 import numpy as np
 
-from tailrace.compiled import inlined, jit
+from tailrace.compiled import inlined, inner
 from tailrace.sim import arrival_heap, cost_accounts
 from tailrace.sim import server as servers
 from tailrace.sim.kvcache import KvCache, PromptContent, private_path
@@ -161,7 +161,7 @@ def _advance_all(fleet, tables, c, t):
     return True
 
 
-@jit
+@inner
 def _scrape(fleet, c, now):
     for r in range(fleet.clusters[c]["n_replicas"]):
         server = fleet.servers[c, r]
@@ -190,7 +190,7 @@ def _next_time(fleet, tables, c):
     return t
 
 
-@jit
+@inner
 def _safe_horizon(clusters, servers_, c):
     """Time in s before which no session can send a turn that is not known yet."""
     think = clusters[c]["min_think_s"]
@@ -205,7 +205,7 @@ def _safe_horizon(clusters, servers_, c):
     return horizon
 
 
-@jit
+@inner
 def _due_scrape(cluster, t):
     """Number of the last metrics snapshot due by ``t`` (s), or -1 if it has been taken."""
     interval = cluster["scrape_s"]

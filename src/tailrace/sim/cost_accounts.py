@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from tailrace.compiled import inlined, jit
+from tailrace.compiled import inlined, inner, jit
 from tailrace.view.objective import compiled_cost
 
 #: The terms of a cluster's accounts, in the order of ``read``.
@@ -61,14 +61,14 @@ def arrived(cluster, requests, facts, n):
         cluster["deadline_next"] = n
 
 
-@jit
+@inner
 def _mark(cluster, request):
     request["overdue"] = 1
     cluster["overdue"] += 1
     cluster["overdue_since"] += request["deadline"]
 
 
-@jit
+@inner
 def _unmark(cluster, request):
     request["overdue"] = 0
     cluster["overdue"] -= 1
@@ -95,7 +95,7 @@ def answered(cluster, requests, facts, n):
     _unlink(cluster, requests, n)
 
 
-@jit
+@inner
 def _unlink(cluster, requests, n):
     request = requests[n]
     early, late = request["early"], request["late"]
@@ -156,7 +156,7 @@ def _early(cluster, share):
     return max(1.0 - share / max(cluster["early_share"], 1e-9), 0.0)
 
 
-@jit
+@inner
 def overdue_by(cluster, requests, t):
     """Mark exactly the requests whose deadline is before ``t`` (s)."""
     n = cluster["deadline_next"]

@@ -4,9 +4,11 @@
 :func:`assign` carries a choice out; :func:`run` does both in a loop with a built-in rule.
 """
 
+from typing import Any
+
 import numpy as np
 
-from tailrace.compiled import inlined, jit
+from tailrace.compiled import inlined, inner, jit
 from tailrace.policy.learned.policy import learned_scores
 from tailrace.policy.rules import LEARNED, score
 from tailrace.sim import arrival_heap, clock, cost_accounts, lookahead
@@ -17,6 +19,8 @@ from tailrace.sim.types import (
     EVENT_RETURN,
     EVENT_SLOW,
     NEWS_FAILED,
+    Fleet,
+    Tables,
 )
 from tailrace.view import ledger, prefix_index
 from tailrace.view.records import View
@@ -29,7 +33,7 @@ LEARNED_CODE = LEARNED.code
 # ---- cluster events -----------------------------------------------------------------------------
 
 
-@jit
+@inner
 def _apply_event(fleet, tables, c, event):
     cluster = fleet.clusters[c]
     now = event["at"]
@@ -51,7 +55,7 @@ def _apply_event(fleet, tables, c, event):
     fleet.wake[c, r] = servers.wake_time(server)
 
 
-@jit
+@inner
 def _kill(fleet, tables, c, r, now):
     """Kill a replica: answering requests are lost, the others are rerouted at once."""
     cluster = fleet.clusters[c]
@@ -93,7 +97,7 @@ def next_decision(fleet, tables, c):
     return next_decision_before(fleet, tables, c, np.inf)
 
 
-@jit
+@inner
 def next_decision_before(fleet, tables, c, until):
     """Like :func:`next_decision`, but go no further than the time ``until`` (s).
 
@@ -160,7 +164,7 @@ def _any_available(fleet, c):
     return False
 
 
-@jit
+@inner
 def _hold(fleet, tables, c, n):
     """Hold a request that no replica can take until one returns; if none will, it stays pending."""
     cluster = fleet.clusters[c]
@@ -268,37 +272,95 @@ def assign(fleet, tables, c, r):
 
 
 @inlined
-def _decide(fleet, tables, c, rule, params, lowest_id_wins):
+def _rate(fleet, c, rule, params):
+    """Fill the scores by a rule of policy/rules."""
     n = fleet.clusters[c]["n_replicas"]
-    scores = fleet.scores[c, :n]
-    replicas = fleet.replicas_view[c, :n]
-    if rule == lookahead.LOOKAHEAD or rule == lookahead.LOOKAHEAD_ORACLE:
-        content = clock.content_of(tables, fleet.clusters[c]["table"])
-        lookahead.marginal_costs(fleet, content, clock.cache_of(fleet, c, 0), c, rule, scores)
-    else:
-        view = View(fleet.requests_view[c], replicas, fleet.costs[c, :n], fleet.router[c])
-        if rule == LEARNED_CODE:
-            learned_scores(view, params, scores)
-        else:
-            score(rule, view, params, scores)
-    return choose(scores, replicas, fleet.router[c], lowest_id_wins)
+    replicas, costs = fleet.replicas_view[c, :n], fleet.costs[c, :n]
+    view = View(fleet.requests_view[c], replicas, costs, fleet.router[c])
+    score(rule, view, params, fleet.scores[c, :n])
+
+
+@inlined
+def _rate_learned(fleet, c, params):
+    n = fleet.clusters[c]["n_replicas"]
+    replicas, costs = fleet.replicas_view[c, :n], fleet.costs[c, :n]
+    view = View(fleet.requests_view[c], replicas, costs, fleet.router[c])
+    learned_scores(view, params, fleet.scores[c, :n])
+
+
+@inlined
+def _rate_ahead(fleet, tables, c, rule):
+    scores = fleet.scores[c, : fleet.clusters[c]["n_replicas"]]
+    content = clock.content_of(tables, fleet.clusters[c]["table"])
+    lookahead.marginal_costs(fleet, content, clock.cache_of(fleet, c, 0), c, rule, scores)
+
+
+@inlined
+def _choose(fleet, c, lowest_id_wins):
+    n = fleet.clusters[c]["n_replicas"]
+    return choose(fleet.scores[c, :n], fleet.replicas_view[c, :n], fleet.router[c], lowest_id_wins)
 
 
 @jit
 def choice(fleet, tables, c, rule, params, lowest_id_wins):
     """Return a built-in rule's choice for the current request; its scores are in Fleet.scores."""
-    return _decide(fleet, tables, c, rule, params, lowest_id_wins)
+    if rule == lookahead.LOOKAHEAD or rule == lookahead.LOOKAHEAD_ORACLE:
+        _rate_ahead(fleet, tables, c, rule)
+    elif rule == LEARNED_CODE:
+        _rate_learned(fleet, c, params)
+    else:
+        _rate(fleet, c, rule, params)
+    return _choose(fleet, c, lowest_id_wins)
+
+
+def run(
+    fleet: Fleet, tables: Tables, c: int, rule: int, params: Any, lowest_id_wins: bool, limit: int
+) -> Any:
+    """Let a built-in rule route until the end, or for at most ``limit`` decisions.
+
+    A loop for each kind of policy, so that the first run compiles only what it needs: a network
+    takes as long to compile as the servers, and a look-ahead half as long.
+    """
+    if rule == LEARNED_CODE:
+        return _run_learned(fleet, tables, c, params, lowest_id_wins, limit)
+    if rule in (lookahead.LOOKAHEAD, lookahead.LOOKAHEAD_ORACLE):
+        return _run_ahead(fleet, tables, c, rule, lowest_id_wins, limit)
+    return _run(fleet, tables, c, rule, params, lowest_id_wins, limit)
 
 
 @jit
-def run(fleet, tables, c, rule, params, lowest_id_wins, limit):
-    """Let a built-in rule route until the end, or for at most ``limit`` decisions."""
+def _run(fleet, tables, c, rule, params, lowest_id_wins, limit):
     for _ in range(limit):
         if fleet.clusters[c]["request"] < 0:
             status = next_decision_before(fleet, tables, c, np.inf)
             if status != NEEDS_DECISION:
                 return status
-        _assign(fleet, tables, c, _decide(fleet, tables, c, rule, params, lowest_id_wins))
+        _rate(fleet, c, rule, params)
+        _assign(fleet, tables, c, _choose(fleet, c, lowest_id_wins))
+    return LIMIT
+
+
+@jit
+def _run_learned(fleet, tables, c, params, lowest_id_wins, limit):
+    for _ in range(limit):
+        if fleet.clusters[c]["request"] < 0:
+            status = next_decision_before(fleet, tables, c, np.inf)
+            if status != NEEDS_DECISION:
+                return status
+        _rate_learned(fleet, c, params)
+        _assign(fleet, tables, c, _choose(fleet, c, lowest_id_wins))
+    return LIMIT
+
+
+@jit
+def _run_ahead(fleet, tables, c, rule, lowest_id_wins, limit):
+    for _ in range(limit):
+        if fleet.clusters[c]["request"] < 0:
+            status = next_decision_before(fleet, tables, c, np.inf)
+            if status != NEEDS_DECISION:
+                return status
+        _rate_ahead(fleet, tables, c, rule)
+        _assign(fleet, tables, c, _choose(fleet, c, lowest_id_wins))
     return LIMIT
 
 

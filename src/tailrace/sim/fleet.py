@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import inlined, jit
+from tailrace.compiled import inlined, inner, jit
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.sim import cost_accounts, engine
 from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, SLOT_ROW, SLOT_ROWS
@@ -229,7 +229,7 @@ def copy_cluster(source, s, target, d):
         _copy_index(source, s, target, d, r)
 
 
-@jit
+@inner
 def _copy_requests(cluster, requests, target, copies):
     """Copy the requests that may still change, and those the target has changed.
 

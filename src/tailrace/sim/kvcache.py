@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.view.selection import mix
 
 
@@ -37,13 +37,13 @@ _PRIVATE = np.uint64(0x5851F42D4C957F2D)
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
-@jit
+@inner
 def private_path(request):
     """Content path of a request that shares nothing."""
     return mix(np.uint64(request) ^ _PRIVATE)
 
 
-@jit
+@inner
 def block_key(content, request, index, block_size):
     """Identity of block number ``index`` of a request: all content up to that block's end."""
     fact = content.facts[request]
@@ -60,7 +60,7 @@ def block_key(content, request, index, block_size):
     return key if key != np.uint64(0) else np.uint64(1)
 
 
-@jit
+@inner
 def is_private(content, request):
     """Whether no other request can share this one's blocks."""
     return content.facts[request]["run_count"] == 0
@@ -86,12 +86,12 @@ def clear(server, kv):
     kv.rows_free[rows] = rows
 
 
-@jit
+@inner
 def _home(buckets, key):
     return np.int64(key & np.uint64(buckets.size - 1))
 
 
-@jit
+@inner
 def _bucket_of(kv, key):
     """Bucket that holds the key, or the empty one where it would go."""
     last = kv.buckets.size - 1
@@ -122,7 +122,7 @@ def register(kv, block, key):
     kv.blocks[eldest]["twin"] = block
 
 
-@jit
+@inner
 def _unregister(kv, block):
     key = kv.blocks[block]["key"]
     at = _bucket_of(kv, key)
@@ -140,7 +140,7 @@ def _unregister(kv, block):
     kv.blocks[block]["twin"] = -1
 
 
-@jit
+@inner
 def _empty_bucket(kv, at):
     """Linear probing without tombstones: later entries of the same run move into the gap."""
     last = kv.buckets.size - 1
@@ -158,7 +158,7 @@ def _empty_bucket(kv, at):
     kv.buckets[gap] = -1
 
 
-@jit
+@inner
 def take_free(server, kv):
     """Take the least recently used free block; what it held is forgotten."""
     block = server["lru_head"]
@@ -169,7 +169,7 @@ def take_free(server, kv):
     return block
 
 
-@jit
+@inner
 def _unlink(server, kv, block):
     before = kv.blocks[block]["prev"]
     after = kv.blocks[block]["next"]
@@ -184,7 +184,7 @@ def _unlink(server, kv, block):
     server["free_blocks"] -= 1
 
 
-@jit
+@inner
 def reuse(server, kv, block):
     """Add a holder to a block found by its content."""
     if kv.blocks[block]["refs"] == 0:
@@ -209,7 +209,7 @@ def release(server, kv, block):
     server["free_blocks"] += 1
 
 
-@jit
+@inner
 def longest_prefix(kv, content, request, prompt, block_size, row):
     """Write the cached blocks of a prompt, front to back, into ``held[row]``; return how many."""
     hits = 0

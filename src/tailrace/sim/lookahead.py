@@ -11,7 +11,7 @@ cache itself does not change, and a block shared by several requests counts for 
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.policy.rules import CODE
 from tailrace.sim import batching
 from tailrace.sim import server as servers
@@ -27,7 +27,7 @@ LOOKAHEAD, LOOKAHEAD_ORACLE = CODE.lookahead, CODE.lookahead_oracle
 LEAST_SHARE_LEFT = 0.25
 
 
-@jit
+@inner
 def marginal_costs(fleet, content, kv, c, rule, scores):
     """Fill ``scores`` [n] with the increase of total cost, s, if the current request went there."""
     oracle = rule == LOOKAHEAD_ORACLE
@@ -46,7 +46,7 @@ def marginal_costs(fleet, content, kv, c, rule, scores):
         scores[r] = _total_cost(fleet, content.facts, c, count + 1) - without
 
 
-@jit
+@inner
 def _predicted(fleet, c, oracle, facts, n):
     """Predicted output of request ``n``, tokens; the run's mean unless predictions are static."""
     if oracle:
@@ -56,7 +56,7 @@ def _predicted(fleet, c, oracle, facts, n):
     return max(np.int64(fleet.requests_view[c]["predicted_output"]), 1)
 
 
-@jit
+@inner
 def _tokens_left(fleet, c, oracle, facts, n, generated):
     """Output tokens still to come after ``generated`` ones, at least 1."""
     predicted = _predicted(fleet, c, oracle, facts, n)
@@ -117,7 +117,7 @@ def _copy(fleet, facts, c, r, oracle):
     return count
 
 
-@jit
+@inner
 def _predict(fleet, c, oracle, facts, n, request):
     """Replace a request's remaining output by what the router expects."""
     answered = max(request["processed"], request["context"])
@@ -128,14 +128,14 @@ def _predict(fleet, c, oracle, facts, n, request):
     request["output"] = _within_memory(fleet.ghost[c, 0], request["prompt"], left)
 
 
-@jit
+@inner
 def _within_memory(server, prompt, output):
     """Limit an output to the server's KV memory: a longer one would never end."""
     room = (server["num_blocks"] - server["watermark_blocks"]) * server["block_size"]
     return max(min(output, room - prompt - server["block_size"]), 1)
 
 
-@jit
+@inner
 def _add_newcomer(fleet, facts, c, r, oracle, count):
     """Send the current request to the ghost."""
     n = fleet.clusters[c]["request"]
@@ -149,7 +149,7 @@ def _add_newcomer(fleet, facts, c, r, oracle, count):
     servers.receive(fleet.ghost[c, 0], ghosts, fleet.costs[c, r], count, now)
 
 
-@jit
+@inner
 def _roll(fleet, content, kv, c, r):
     """Run the ghost until all its requests have finished."""
     happened = servers.FORMED
@@ -167,7 +167,7 @@ def _roll(fleet, content, kv, c, r):
         )
 
 
-@jit
+@inner
 def _total_cost(fleet, facts, c, count):
     """Composite cost in s of all requests on the ghost."""
     total = 0.0

@@ -7,7 +7,7 @@ part, a whole stretch of equal iterations up to the next change.
 
 import numpy as np
 
-from tailrace.compiled import inlined, jit
+from tailrace.compiled import inlined, inner
 from tailrace.sim import batching, kvcache
 from tailrace.sim.batching import ceil_div
 from tailrace.sim.types import (
@@ -63,7 +63,7 @@ def _form_batch(server, slots, phase, kv, requests, content, now):
         _form_vllm_v1(server, slots, phase, kv, requests, content, now)
 
 
-@jit
+@inner
 def _stretch(server):
     """Decode iterations until a request is done or, at worst, blocks run short."""
     steps = server["next_finish"] - server["tick"]
@@ -76,7 +76,7 @@ def _stretch(server):
     return min(steps, safe)
 
 
-@jit
+@inner
 def stretch_end(server, cost, steps):
     """End, in s, of the first ``steps`` iterations of the current stretch."""
     divisor = server["speed"]
@@ -90,7 +90,7 @@ def stretch_end(server, cost, steps):
     return server["start"] + ms / divisor * 1e-3
 
 
-@jit
+@inner
 def steps_ended(server, cost, now):
     """Iterations of the current stretch that ended at or before ``now``."""
     low, high = 0, server["steps"] - 1
@@ -103,7 +103,7 @@ def steps_ended(server, cost, now):
     return low
 
 
-@jit
+@inner
 def interrupt(server, cost, now):
     """Cut the current stretch short, to end with the iteration running at ``now`` (s)."""
     if server["busy"] == 0 or server["steps"] == 1:
@@ -115,14 +115,14 @@ def interrupt(server, cost, now):
     server["until"] = stretch_end(server, cost, steps)
 
 
-@jit
+@inner
 def _decodes_take_part(server):
     server["decoding"] = 1 if server["n_decodes"] > 0 else 0
     server["tokens"] = server["n_decodes"]
     server["batched"] = server["n_decodes"]
 
 
-@jit
+@inner
 def _add_chunk(server, processed, chunk):
     server["tokens"] += chunk
     server["work"] += chunk * (processed + chunk / 2)
@@ -132,7 +132,7 @@ def _add_chunk(server, processed, chunk):
 # ---- sarathi ------------------------------------------------------------------------------------
 
 
-@jit
+@inner
 def _form_sarathi(server, slots, phase, kv, requests, content, now):
     """Form a sarathi batch: decodes, then prompts in order; blocks for whole prompts."""
     _allocate_decode_blocks(server, slots, phase, kv, requests, content)
@@ -159,7 +159,7 @@ def _form_sarathi(server, slots, phase, kv, requests, content, now):
         budget -= chunk
 
 
-@jit
+@inner
 def _allocate_decode_blocks(server, slots, phase, kv, requests, content):
     """Give sarathi's and vllm's decodes a free block each before they run, needed or not."""
     if server["n_decodes"] == 0:
@@ -184,7 +184,7 @@ def _allocate_decode_blocks(server, slots, phase, kv, requests, content):
         i += 1
 
 
-@jit
+@inner
 def _sort_by_sent(server, slots, requests):
     """Sort the decodes by the time they were sent: stable insertion, as most are in order."""
     rows = slots.shape[0]
@@ -203,7 +203,7 @@ def _sort_by_sent(server, slots, requests):
 # ---- vllm ---------------------------------------------------------------------------------------
 
 
-@jit
+@inner
 def _form_vllm(server, slots, phase, kv, requests, content, now):
     """Form a vllm batch: whole prompts if any can be admitted, otherwise the decodes."""
     longest = 0
@@ -230,7 +230,7 @@ def _form_vllm(server, slots, phase, kv, requests, content, now):
 # ---- vllm_v1 ------------------------------------------------------------------------------------
 
 
-@jit
+@inner
 def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
     """Form a vllm_v1 batch: running requests, then new ones unless a request was evicted."""
     preemptions = server["preemptions"]
@@ -260,7 +260,7 @@ def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
         _admit_vllm_v1(server, slots, kv, requests, content, budget, now)
 
 
-@jit
+@inner
 def _squeeze_decodes(server, slots, phase, kv, requests, content):
     """Serve decode by decode when counted blocks run short, evicting the last request as needed."""
     i = 0
@@ -277,7 +277,7 @@ def _squeeze_decodes(server, slots, phase, kv, requests, content):
         i += 1
 
 
-@jit
+@inner
 def _grow_decodes(server, slots, phase, kv, requests, content):
     """Serve the decodes that need or fill a block at this tick, in explicit mode."""
     tick = server["tick"]
@@ -313,7 +313,7 @@ def _grow_decodes(server, slots, phase, kv, requests, content):
     server["next_event"] = next_event
 
 
-@jit
+@inner
 def _grow_prefill(server, slots, kv, requests, content, i, chunk):
     """Take blocks for ``chunk`` more prompt tokens of slot ``i``; False if there are not enough."""
     r = slots[SLOT_REQUEST, i]
@@ -336,7 +336,7 @@ def _grow_prefill(server, slots, kv, requests, content, i, chunk):
     return True
 
 
-@jit
+@inner
 def _admit_vllm_v1(server, slots, kv, requests, content, budget, now):
     while (
         server["queue_len"] > 0
@@ -357,7 +357,7 @@ def _admit_vllm_v1(server, slots, kv, requests, content, budget, now):
         budget -= chunk
 
 
-@jit
+@inner
 def _reuse_prefix(server, kv, request, content, r, budget):
     """Hold the cached blocks of a waiting request if its first chunk fits; else change nothing."""
     size = server["block_size"]

@@ -7,7 +7,7 @@ formed. So all arrivals of one instant are queued before a batch is formed at th
 
 import numpy as np
 
-from tailrace.compiled import inlined, jit
+from tailrace.compiled import inlined, inner, jit
 from tailrace.sim import batching, kvcache, schedulers
 from tailrace.sim.types import LOST, NOT_ARRIVED, SLOT_REQUEST, WAITING
 
@@ -52,7 +52,7 @@ def _end_iteration(server, slots, phase, kv, requests, notices):
     server["ready_at"] = end if has_work else np.inf
 
 
-@jit
+@inner
 def _count_iterations(server, steps, seconds):
     server["iterations"] += steps
     server["busy_s"] += seconds
@@ -64,13 +64,13 @@ def _count_iterations(server, steps, seconds):
         server["sum_context"] += steps * server["context"] + decodes * (steps * (steps - 1) // 2)
 
 
-@jit
+@inner
 def wake_time(server):
     """Time of the server's next transition, s."""
     return server["until"] if server["busy"] else server["ready_at"]
 
 
-@jit
+@inner
 def receive(server, requests, cost, r, now):
     """Queue a request at ``now`` (s)."""
     request = requests[r]
@@ -92,7 +92,7 @@ def set_speed(server, cost, factor, now):
     server["speed"] = server["configured_speed"] * factor
 
 
-@jit
+@inner
 def blocks_held(server, phase, cost, now):
     """Blocks held by requests at ``now`` (s)."""
     free = server["free_blocks"]
@@ -102,7 +102,7 @@ def blocks_held(server, phase, cost, now):
     return server["num_blocks"] - free
 
 
-@jit
+@inner
 def answering_context(server, cost, now):
     """Prompt and output tokens so far of the answering requests."""
     context = server["context"] + server["preempted_context"]
@@ -111,7 +111,7 @@ def answering_context(server, cost, now):
     return context
 
 
-@jit
+@inner
 def oldest_sent(server, slots, requests):
     """When the oldest request without a first token was sent, s; inf: there is none.
 

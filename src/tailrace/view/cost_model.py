@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.config import CostModel
 from tailrace.view.records import COST, MAX_KNOTS
 
 
-@jit
+@inner
 def token_ms(cost, tokens):
     """Part of the iteration time that depends on the number of tokens only, ms."""
     ms = cost["base_ms"] + cost["per_token_ms"] * tokens

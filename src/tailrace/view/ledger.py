@@ -7,11 +7,11 @@ book-keeper and the live router. ``cached`` is always the number of prompt token
 
 import math
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.view.records import HISTORY_S, RECENT_WORK_S
 
 
-@jit
+@inner
 def fade_recent_work(replica, now):
     """Decay the sum of recent work up to ``now`` (s)."""
     if now > replica["recent_at"]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 
 #: One run known to a replica. Entry 0 of a row is no run but the head of a circular list:
 #: ``older`` and ``newer`` link all runs in order of use, and ``newer`` of entry 0 is the oldest.
@@ -132,13 +132,13 @@ def held_tokens(index, replica):
     return index.totals[replica]["held_tokens"]
 
 
-@jit
+@inner
 def _home(key, mask):
     """Slot where the search for a key begins. Keys are hashes already: folding them is enough."""
     return np.int64((key ^ (key >> np.uint64(32))) & np.uint64(mask))
 
 
-@jit
+@inner
 def _find(entry_keys, slots, key):
     """Return the slot that holds a key, or the empty one where it belongs."""
     mask = slots.size - 1
@@ -149,7 +149,7 @@ def _find(entry_keys, slots, key):
     return slot
 
 
-@jit
+@inner
 def _take_entry(entries, totals, key):
     """Allocate an entry for a key, without tokens."""
     entry = totals["free"]
@@ -164,7 +164,7 @@ def _take_entry(entries, totals, key):
     return entry
 
 
-@jit
+@inner
 def _evict_oldest(entries, slots, totals):
     """Free the least recently used entry."""
     entry = entries[0]["newer"]
@@ -176,7 +176,7 @@ def _evict_oldest(entries, slots, totals):
     totals["free"] = entry
 
 
-@jit
+@inner
 def _empty_slot(entry_keys, slots, hole):
     """Empty a slot and close the gap, so that the keys behind it are still found."""
     mask = slots.size - 1
@@ -191,7 +191,7 @@ def _empty_slot(entry_keys, slots, hole):
     slots[hole] = 0
 
 
-@jit
+@inner
 def _unlink(entries, entry):
     """Take an entry out of the order of use."""
     older, newer = entries[entry]["older"], entries[entry]["newer"]
@@ -199,7 +199,7 @@ def _unlink(entries, entry):
     entries[newer]["older"] = older
 
 
-@jit
+@inner
 def _link_newest(entries, entry):
     """Put an entry at the recent end of the order of use."""
     newest = entries[0]["older"]

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 
 NO_REPLICA = -1
 
 
-@jit
+@inner
 def random_u64(router):
     """Next number of the router's generator (SplitMix64)."""
     router["rng"] = router["rng"] + np.uint64(0x9E3779B97F4A7C15)
@@ -23,7 +23,7 @@ def mix(value):
     return z ^ (z >> np.uint64(31))
 
 
-@jit
+@inner
 def random_below(router, n):
     """Random integer in [0, n). The bias of the modulus is below 2**-50 for n < 1024."""
     return np.int64(random_u64(router) % np.uint64(n))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.compiled import jit, positions, vectorised
+from tailrace.compiled import inner, jit, positions, vectorised
 from tailrace.policy.learned.logarithm import log
 from tailrace.policy.rules import quantities
 from tailrace.policy.rules.predicted import predicted_ttft
@@ -277,7 +277,7 @@ def observe(view, replica_obs, request_obs):
     _bound(request_obs)
 
 
-@jit
+@inner
 def _show_replica(view, i, is_last, row):
     """Fill the columns of ``_OWN``."""
     replica, request = view.replicas[i], view.request
@@ -337,7 +337,7 @@ def _rescale(row):
         row[k] = number if _IS_LOG[k] else x
 
 
-@jit
+@inner
 def _mean_in_flight(view, i):
     """Moving average of the requests in flight on a replica; at first the current number."""
     replica, watched_s = view.replicas[i], view.router["watched_s"]
@@ -346,7 +346,7 @@ def _mean_in_flight(view, i):
     return replica["recent_in_flight"] / watched_s
 
 
-@jit
+@inner
 def _decode_s(view, i):
     """Seconds of an iteration in which all requests in flight and the current one decode."""
     replica, cost = view.replicas[i], view.costs[i]
@@ -359,7 +359,7 @@ def _decode_s(view, i):
     return ms / replica["speed"] * 1e-3
 
 
-@jit
+@inner
 def _compare(replicas, replica_obs):
     """Fill the columns that compare a replica with the available ones."""
     for k in range(_N_COMPARED):
@@ -373,7 +373,7 @@ def _compare(replicas, replica_obs):
         replica_obs[i, COLUMN.cached_share_vs_best] = share - largest
 
 
-@jit
+@inner
 def _mean(replicas, replica_obs, column):
     """Mean of a column over the available replicas; 0 without any."""
     total, count = 0.0, 0
@@ -384,7 +384,7 @@ def _mean(replicas, replica_obs, column):
     return total / max(1, count)
 
 
-@jit
+@inner
 def _best(replicas, replica_obs):
     """Least ttft and largest cached share, as shown, over the available; 0 without any."""
     least, largest, any_available = np.inf, 0.0, False
@@ -396,7 +396,7 @@ def _best(replicas, replica_obs):
     return (least if any_available else 0.0), largest
 
 
-@jit
+@inner
 def _show_request(view, out):
     """Fill the columns of the request."""
     request = view.request
@@ -409,7 +409,7 @@ def _show_request(view, out):
     out[REQUEST_COLUMN.tpot_slo] = math.log(max(1e-9, request["tpot_slo_s"]) / 0.05)
 
 
-@jit
+@inner
 def _show_cluster(view, replica_obs, out):
     """Fill the columns of the cluster; needs those of the replicas."""
     replicas = view.replicas
@@ -438,7 +438,7 @@ def _show_cluster(view, replica_obs, out):
     out[REQUEST_COLUMN.cached_replicas] = cached
 
 
-@jit
+@inner
 def _variation(mean, mean_square):
     """Coefficient of variation from a mean and a mean square; 0 if the mean is."""
     if mean <= 0.0:
@@ -446,18 +446,18 @@ def _variation(mean, mean_square):
     return math.sqrt(max(0.0, mean_square - mean * mean)) / mean
 
 
-@jit
+@inner
 def _log(value, unit):
     """Scale a non-negative quantity; negative rounding errors count as zero."""
     return math.log1p(max(0.0, value / unit))
 
 
-@jit
+@inner
 def _within(value, limit):
     return min(max(value, -limit), limit)
 
 
-@jit
+@inner
 def _bound(row):
     """Clip every number to LIMIT; NaN becomes zero."""
     for k in range(row.size):

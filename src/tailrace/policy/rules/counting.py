@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.policy.rules.quantities import pending_uncached, running, waiting_now
 from tailrace.view.selection import random_below
 
@@ -13,7 +13,7 @@ def random(_view, _params, scores):
     scores[:] = 0.0
 
 
-@jit
+@inner
 def round_robin(view, _params, scores):
     """The first available replica from the cursor on; the cursor moves past it."""
     n = scores.size
@@ -27,21 +27,21 @@ def round_robin(view, _params, scores):
             return
 
 
-@jit
+@inner
 def vidur_lor(view, _params, scores):
     """Fewest waiting requests."""
     for i in range(scores.size):
         scores[i] = waiting_now(view.replicas[i])
 
 
-@jit
+@inner
 def least_outstanding(view, _params, scores):
     """Fewest requests in flight."""
     for i in range(scores.size):
         scores[i] = view.replicas[i]["in_flight"]
 
 
-@jit
+@inner
 def power_of_two(view, _params, scores):
     """Score two distinct random replicas by requests in flight, all others inf."""
     available = 0
@@ -61,7 +61,7 @@ def power_of_two(view, _params, scores):
             rank += 1
 
 
-@jit
+@inner
 def vllm_dp(view, params, scores):
     """Waiting requests count four times."""
     waiting_weight = params[0]
@@ -70,14 +70,14 @@ def vllm_dp(view, params, scores):
         scores[i] = waiting_weight * waiting_now(replica) + running(replica)
 
 
-@jit
+@inner
 def least_pending_prefill(view, _params, scores):
     """Fewest prompt tokens sent and not yet prefilled."""
     for i in range(scores.size):
         scores[i] = view.replicas[i]["queued_tokens"]
 
 
-@jit
+@inner
 def least_pending_uncached(view, _params, scores):
     """Fewest uncached prompt tokens to compute, the request's own included."""
     for i in range(scores.size):

@@ -6,7 +6,7 @@ prefixes like a ring with very many virtual nodes, and a replica that leaves mov
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.policy.rules.predicted import predicted_ttft
 from tailrace.policy.rules.quantities import in_flight_mean
 from tailrace.view.selection import mix
@@ -34,7 +34,7 @@ def prefix_hash(view, params, scores):
         scores[owner] = -1.0
 
 
-@jit
+@inner
 def dual_map(view, params, scores):
     """Two candidates by hash: the more cached while its first token is in time, else the faster."""
     slo_share = params[0]
@@ -53,7 +53,7 @@ def dual_map(view, params, scores):
         scores[warm] = -1.0
 
 
-@jit
+@inner
 def _winner(view, salt, taken):
     """Available replica of the largest draw other than ``taken``, -1 if there is none."""
     best, best_draw = -1, -1.0

@@ -1,6 +1,6 @@
 """Time to first token predicted by the cost model, and the rule built on it."""
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.policy.rules.quantities import in_flight_tokens, pending_uncached
 from tailrace.view.cost_model import token_ms
 
@@ -36,7 +36,7 @@ def predicted_ttft(view, i):
     return ms / replica["speed"] * 1e-3
 
 
-@jit
+@inner
 def _prefill_work(view, i):
     """Sum of chunk*(context + chunk/2) over all pending chunks, however they are cut.
 
@@ -54,7 +54,7 @@ def _prefill_work(view, i):
     return work
 
 
-@jit
+@inner
 def least_predicted_ttft(view, _params, scores):
     """Earliest predicted first token."""
     for i in range(scores.size):

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner
 from tailrace.policy.rules.quantities import (
     in_flight_mean,
     in_flight_range,
@@ -15,7 +15,7 @@ from tailrace.policy.rules.quantities import (
 )
 
 
-@jit
+@inner
 def cache_aware(view, params, scores):
     """Least load when unbalanced; else the longest match, or the smallest tree without one."""
     load_gap = params[0]
@@ -33,7 +33,7 @@ def cache_aware(view, params, scores):
             scores[i] = view.replicas[i]["index_tokens"]
 
 
-@jit
+@inner
 def aibrix_prefix(view, params, scores):
     """Longest match among the replicas that are not overloaded; else fewest in flight."""
     load_gap = params[0]
@@ -51,7 +51,7 @@ def aibrix_prefix(view, params, scores):
             scores[i] = -matched - 1.0 + in_flight / (most + 1.0)
 
 
-@jit
+@inner
 def preble(view, params, scores):
     """The replica with most of the prefix if that is most of the prompt; else the least cost."""
     exploit_share = params[0]
@@ -69,7 +69,7 @@ def preble(view, params, scores):
             scores[i] = np.inf
 
 
-@jit
+@inner
 def llm_d_sticky(view, params, scores):
     """Fewest tokens to prefill, among the replicas with the prefix unless they are far slower."""
     match_rate = params[0]
@@ -91,7 +91,7 @@ def llm_d_sticky(view, params, scores):
                 scores[i] = np.inf
 
 
-@jit
+@inner
 def _best_match(view):
     """Largest share of the prompt that any available replica has cached."""
     best = 0.0
@@ -101,7 +101,7 @@ def _best_match(view):
     return best
 
 
-@jit
+@inner
 def _matched_blocks_share(view, i):
     """Share of the blocks that can be cached at all (never the last token's) that are, 0..1."""
     replica = view.replicas[i]
@@ -109,7 +109,7 @@ def _matched_blocks_share(view, i):
     return replica["cached_tokens"] / max(1.0, float(blocks * replica["block_size"]))
 
 
-@jit
+@inner
 def _in_flight_bound(replicas, deviations):
     """Mean plus some standard deviations of the requests in flight on the available replicas."""
     mean, count = in_flight_mean(replicas)

@@ -8,11 +8,11 @@ import math
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.view.records import NEVER, RECENT_WORK_S
 
 
-@jit
+@inner
 def has_metrics(replica):
     """Whether there is a metrics snapshot of this replica."""
     return replica["metrics_at"] > NEVER
@@ -24,7 +24,7 @@ def waiting(replica):
     return replica["waiting"] if has_metrics(replica) else replica["queued"]
 
 
-@jit
+@inner
 def waiting_now(replica):
     """Like ``waiting``, plus the requests sent since the snapshot."""
     if has_metrics(replica):
@@ -48,7 +48,7 @@ def kv_used(replica):
     return min(1.0, in_flight_tokens(replica) / max(1.0, float(replica["capacity_tokens"])))
 
 
-@jit
+@inner
 def in_flight_tokens(replica):
     """Tokens of all requests in flight: prompts of the queued, prompt and answer of the others."""
     return replica["queued_tokens"] + replica["context_tokens"]
@@ -60,13 +60,13 @@ def uncached(view, i):
     return view.request["prompt_tokens"] - view.replicas[i]["cached_tokens"]
 
 
-@jit
+@inner
 def pending_uncached(view, i):
     """Prompt tokens to compute before the request's first token: the queued ones' and its own."""
     return view.replicas[i]["queued_uncached"] + uncached(view, i)
 
 
-@jit
+@inner
 def matched_share(view, i):
     """Share of the prompt that replica ``i`` has cached, 0..1."""
     return view.replicas[i]["cached_tokens"] / max(1.0, float(view.request["prompt_tokens"]))
@@ -80,7 +80,7 @@ def recent_work(view, i):
     return replica["recent_work"] * math.exp(-age / RECENT_WORK_S)
 
 
-@jit
+@inner
 def in_flight_range(replicas):
     """Least and most requests in flight on any available replica; (0, 0) if there is none."""
     least = np.int64(2**62)
@@ -92,7 +92,7 @@ def in_flight_range(replicas):
     return min(least, most), most
 
 
-@jit
+@inner
 def in_flight_mean(replicas):
     """Mean number of requests in flight over the available replicas, and their number."""
     total = 0.0
@@ -104,7 +104,7 @@ def in_flight_mean(replicas):
     return total / max(1, count), count
 
 
-@jit
+@inner
 def usable_last(view):
     """The replica of the session's previous request if it is available, else -1."""
     last = view.request["last_replica"]

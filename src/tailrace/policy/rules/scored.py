@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner
 from tailrace.policy.rules.quantities import (
     has_metrics,
     in_flight_mean,
@@ -17,14 +17,14 @@ from tailrace.policy.rules.quantities import (
 TIE_BREAK = 1e-12
 
 
-@jit
+@inner
 def lmetric(view, _params, scores):
     """Pending uncached tokens times requests, both including the request itself."""
     for i in range(scores.size):
         scores[i] = pending_uncached(view, i) * (view.replicas[i]["in_flight"] + 1.0)
 
 
-@jit
+@inner
 def dynamo(view, params, scores):
     """Blocks to prefill plus blocks held, both including the request; ties by index size."""
     overlap_weight = params[0]
@@ -37,7 +37,7 @@ def dynamo(view, params, scores):
         scores[i] += TIE_BREAK * replica["index_tokens"]
 
 
-@jit
+@inner
 def llm_d(view, params, scores):
     """Weighted sum of a short queue, free KV memory and cached prefix."""
     queue_weight = params[0]
@@ -59,7 +59,7 @@ def llm_d(view, params, scores):
         scores[i] -= prefix_weight * matched_share(view, i)
 
 
-@jit
+@inner
 def load_aware(view, params, scores):
     """Share of the prompt matched, less the relative excess of load over the mean."""
     load_weight = params[0]
@@ -69,7 +69,7 @@ def load_aware(view, params, scores):
         scores[i] = load_weight * excess - matched_share(view, i)
 
 
-@jit
+@inner
 def least_load(view, params, scores):
     """Seconds of prefill work ahead, plus a penalty that grows without bound as KV memory fills."""
     kv_weight = params[0]
@@ -80,7 +80,7 @@ def least_load(view, params, scores):
         scores[i] += kv_weight * used / (1.0 - used)
 
 
-@jit
+@inner
 def llumnix(view, _params, scores):
     """Most free blocks, less those the queue will take, per request in flight."""
     for i in range(scores.size):

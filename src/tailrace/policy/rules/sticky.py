@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner
 from tailrace.policy.rules.quantities import pending_uncached, usable_last
 
 
-@jit
+@inner
 def sticky_session(view, _params, scores):
     """The session's last replica; without one, fewest in flight."""
     for i in range(scores.size):
@@ -16,7 +16,7 @@ def sticky_session(view, _params, scores):
         scores[last] = -1.0
 
 
-@jit
+@inner
 def tolerant_sticky(view, params, scores):
     """The session's last replica while its work is within a multiple of the least."""
     tolerance = params[0]

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.errors import TailraceError
 from tailrace.router.access import atomic
 from tailrace.router.settings import ClientSettings
@@ -80,7 +80,7 @@ def reserve(row, limits, tokens, now_s):
     return _charge(row, TOKENS_AT, cost, bucket, np.int64(now_s * _SECOND_NS)) / _SECOND_NS
 
 
-@jit
+@inner
 def _charge(row, place, cost, bucket, now):
     """Move the time at which a bucket is full; return how long to wait instead (ns), if need be."""
     while True:
@@ -132,7 +132,7 @@ def claim(cells, width, owner, listed):
             return free
 
 
-@jit
+@inner
 def _is_idle(cells, width, row, listed):
     """Whether a row belongs to a client that is gone and has nothing in progress."""
     if _is_in(listed, cells[row * width + OWNER]):
@@ -143,7 +143,7 @@ def _is_idle(cells, width, row, listed):
     return active == 0
 
 
-@jit
+@inner
 def _is_in(values, value):
     found = False
     for k in range(values.size):

@@ -105,9 +105,17 @@ class Chooser:
     """Chooses replicas. Never raises, and never returns a replica that is not available."""
 
     def __init__(
-        self, cluster: ClusterState, settings: ChooserSettings, *, warm_up: bool = True
+        self,
+        cluster: ClusterState,
+        settings: ChooserSettings,
+        *,
+        warm_up: bool = True,
+        everything: bool = False,
     ) -> None:
-        """Load the policies and compile everything, so that the first request need not wait."""
+        """Load the policies and compile what they need, so that the first request need not wait.
+
+        ``everything``: also what other policies would need.
+        """
         self.cluster = cluster
         self.settings = settings
         self._size = len(cluster)
@@ -134,7 +142,7 @@ class Chooser:
         self._strikes: Counter[int] = Counter()
         self._resting_until: dict[int, float] = {}
         if warm_up:
-            self._warm_up()
+            self._warm_up(everything)
 
     @property
     def policy(self) -> Policy:
@@ -256,7 +264,7 @@ class Chooser:
         started = time.thread_time()
         self._decide_compiled(role, arrival)
         if time.thread_time() - started > self.settings.limit_ms * 1e-3:
-            self._judge(role, k.CAUSE_TIME)
+            self._decide_compiled(role, arrival, k.CAUSE_TIME)
 
     def _role_for(self, arrival: Arrival) -> _Role:
         share = self.settings.canary_share
@@ -268,12 +276,12 @@ class Chooser:
         part = xxhash.xxh3_64_intdigest(session.encode(errors="surrogatepass")) / 2.0**64
         return self._canary if part < share else self._main
 
-    def _fill(self, role: _Role, arrival: Arrival) -> None:
+    def _fill(self, role: _Role, arrival: Arrival, cause: int = k.NO_CAUSE) -> None:
         """Write what a decision needs to know of the request into the role's record."""
         runs = arrival.runs
         _INPUTS.pack_into(
             role.buffer, 0, runs.branch_at, runs.total, self.cluster.counter.units_per_token,
-            _max_output(arrival.asked), k.NO_CAUSE,
+            _max_output(arrival.asked), cause,
         )  # fmt: skip
 
     def _show(self, role: _Role, arrival: Arrival) -> None:
@@ -294,9 +302,9 @@ class Chooser:
             role.params, role.guard, self._scores,
         )  # fmt: skip
 
-    def _decide_compiled(self, role: _Role, arrival: Arrival) -> None:
+    def _decide_compiled(self, role: _Role, arrival: Arrival, cause: int = k.NO_CAUSE) -> None:
         """:meth:`_show` and :meth:`_judge` in one call."""
-        self._fill(role, arrival)
+        self._fill(role, arrival, cause)
         cluster, runs, shared = self.cluster, arrival.runs, self.cluster.worker_view.shared
         k.decide(
             role.record, cluster.request, shared.replicas, shared.routers, shared.entries,
@@ -369,26 +377,30 @@ class Chooser:
         name = self._main.policy.name
         return Decision(chosen, name, scores, NO_REPLICA, reason, "error", cached=cached)
 
-    def _warm_up(self) -> None:
-        """Send two requests through everything that is compiled, on a cluster of our own."""
+    def _warm_up(self, everything: bool) -> None:
+        """Send requests through what is compiled, on a cluster of our own.
+
+        The fallback rule decides: it runs in the same compiled functions as every other policy.
+        """
+        roles = (self._main, self._canary, self._shadow)
+        python = everything or any(role is not None and role.code == k.NO_RULE for role in roles)
+        rule = self.settings.fallback
+        shadow = rule if everything or self._shadow is not None else ""
         toy = ClusterState(self.cluster.backends[:1] * 2, self.cluster.clock)
-        for settings in (
-            ChooserSettings(policy=self.settings.fallback, shadow=self.settings.fallback),
-            self.settings.model_copy(update={"policy": self.settings.fallback}),
-        ):
-            chooser = Chooser(toy, settings, warm_up=False)
-            for text in ("a", "a" * 4096):
-                arrival = toy.arrive(RequestBody("completion", text=text))
+        chooser = Chooser(toy, ChooserSettings(policy=rule, shadow=shadow), warm_up=False)
+        for text in ("a", "a" * 4096):
+            arrival = toy.arrive(RequestBody("completion", text=text))
+            decision = chooser.choose(arrival)
+            assert decision is not None
+            if python:
                 chooser._show(chooser._main, arrival)
-                decision = chooser.choose(arrival)
-                chooser._judge(chooser._main, k.CAUSE_TIME)
-                assert decision is not None
-                attempt = Attempt(toy, arrival, decision.replica, decision)
-                toy.cached_on(arrival, 0)
-                attempt.tokens(1)
-                attempt.usage(8, 1, 0)
-                attempt.close("done")
-                Attempt(toy, arrival, decision.replica, decision).close("done")
+                chooser._judge(chooser._main, k.NO_CAUSE)
+            attempt = Attempt(toy, arrival, decision.replica, decision)
+            toy.cached_on(arrival, 0)
+            attempt.tokens(1)
+            attempt.usage(8, 1, 0)
+            attempt.close("done")
+            Attempt(toy, arrival, decision.replica, decision).close("done")
         toy.arrive(RequestBody("chat", data=np.zeros(8, np.uint8)))
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index

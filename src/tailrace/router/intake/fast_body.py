@@ -21,7 +21,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.router.intake.json_scan import (
     NULL,
     ODD,
@@ -73,7 +73,7 @@ _TOOLS, _SESSION, _CONVERSATION, _USER, _PRIORITY, _SALT = map(
 )
 
 
-@jit
+@inner
 def _message(b, at, text, found):
     """Read a message and write it behind what is in ``text``; return its end."""
     if at >= b.size or b[at] != 0x7B:
@@ -134,7 +134,7 @@ def _message(b, at, text, found):
     return at
 
 
-@jit
+@inner
 def _messages(b, at, text, found):
     if b[at] != 0x5B:
         return ODD
@@ -150,7 +150,7 @@ def _messages(b, at, text, found):
     return at
 
 
-@jit
+@inner
 def _tokens(b, at):
     """Return the end of a number of tokens, and the number; 0: not said."""
     if is_word(b, at, min(b.size, at + 4), NULL):
@@ -165,7 +165,7 @@ def _tokens(b, at):
     return end, 0 if b[at] == 0x2D else min(count, _MOST_TOKENS)
 
 
-@jit
+@inner
 def _rare(b, start, end):
     """Whether a key is one that only the other reader understands."""
     return (

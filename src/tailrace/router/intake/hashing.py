@@ -12,7 +12,7 @@ which content it may be of.
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 
 _U = np.uint64
 _P1, _P2 = _U(0x9E3779B185EBCA87), _U(0xC2B2AE3D27D4EB4F)
@@ -37,14 +37,14 @@ def _secret(words: int) -> NDArray[np.uint64]:
 _SECRET = _secret(32)
 
 
-@jit
+@inner
 def _mixed(h):
     h ^= h >> _37
     h *= _P3
     return h ^ (h >> _29)
 
 
-@jit
+@inner
 def _block(data, start, end, seed):
     """Hash of at most 256 bytes of ``data`` uint8 [n]."""
     size = end - start
@@ -123,12 +123,12 @@ def fingerprint(data, start, end):
 # ---- what is written to disk --------------------------------------------------------------------
 
 
-@jit
+@inner
 def _turn(x, by):
     return (x << by) | (x >> (_64 - by))
 
 
-@jit
+@inner
 def _round(a, b, c, d):
     a += b
     b = _turn(b, _U(13)) ^ a

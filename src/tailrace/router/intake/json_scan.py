@@ -10,7 +10,7 @@ another reader.
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 
 ODD = -1
 _DEEPEST = 60
@@ -32,7 +32,7 @@ TRUE, FALSE, NULL = map(word, ("true", "false", "null"))
 # ---- strings ------------------------------------------------------------------------------------
 
 
-@jit
+@inner
 def _special(w):
     """Whether a word of eight bytes holds a quote, a backslash, a control or non-ASCII byte."""
     quote, slash = w ^ _QUOTES, w ^ _SLASHES
@@ -40,7 +40,7 @@ def _special(w):
     return found & _HIGHS
 
 
-@jit
+@inner
 def _plain_until(b, at):
     """Return how far from ``at`` nothing special stands, but for the last few bytes."""
     words = b[at : at + (b.size - at) // 8 * 8].view(np.uint64)
@@ -57,7 +57,7 @@ def _plain_until(b, at):
     return at + 8 * k
 
 
-@jit
+@inner
 def _character_end(b, at):
     """Return the end of the non-ASCII character at ``at``, checked as UTF-8; ODD: it is none."""
     c = b[at]
@@ -115,7 +115,7 @@ def string(b, at):
             return ODD, slashes
 
 
-@jit
+@inner
 def _hex4(b, at):
     """Return the four hexadecimal digits at ``at`` as a number; ODD: they are none."""
     value = 0
@@ -133,7 +133,7 @@ def _hex4(b, at):
     return value
 
 
-@jit
+@inner
 def _code_point(b, at, end):
     """Return the character whose escape has its digits at ``at``, and where it ends."""
     if at + 4 > end:
@@ -151,7 +151,7 @@ def _code_point(b, at, end):
     return code, at
 
 
-@jit
+@inner
 def _put_character(text, to, code):
     """Write a character as UTF-8; return where it ends."""
     if code < 0x80:
@@ -172,7 +172,7 @@ def _put_character(text, to, code):
     return to + 2
 
 
-@jit
+@inner
 def _put_escape(b, at, text, to):
     """Write what the escape at ``at`` stands for; return where both end, the latter ODD if it
     is none."""
@@ -202,7 +202,7 @@ def _put_escape(b, at, text, to):
     return at, to + 1
 
 
-@jit
+@inner
 def _put_plain(b, at, text, to):
     """Write what stands from ``at`` on as long as it is nothing special, but for the last few
     bytes; return where it ends in ``b``."""
@@ -225,7 +225,7 @@ def _put_plain(b, at, text, to):
     return at + 8 * k
 
 
-@jit
+@inner
 def put_string(b, at, text, to):
     """Write what the string that begins behind the quote before ``at`` stands for; return where
     it ends here and there, the former ODD if it is not sound."""
@@ -267,7 +267,7 @@ def blank(b, at):
     return at
 
 
-@jit
+@inner
 def is_word(b, start, end, word):
     """Whether these bytes are that word."""
     if end - start != word.size:
@@ -278,7 +278,7 @@ def is_word(b, start, end, word):
     return same
 
 
-@jit
+@inner
 def _digits(b, at):
     while at < b.size and 0x30 <= b[at] <= 0x39:
         at += 1
@@ -307,7 +307,7 @@ def number(b, at):
     return at, whole
 
 
-@jit
+@inner
 def _number_end(b, at):
     """Return the end of any number that has a finite value; ODD: it is none, or very long."""
     start = at
@@ -335,7 +335,7 @@ def _number_end(b, at):
     return at if at - start <= longest else ODD
 
 
-@jit
+@inner
 def _scalar(b, at):
     """Return the end of a string, number or word; ODD: it is none."""
     if at >= b.size:
@@ -355,7 +355,7 @@ def _scalar(b, at):
     return ODD
 
 
-@jit
+@inner
 def _sound_escapes(b, at, end):
     """Whether all escapes of a string are such."""
     while at < end:
@@ -397,7 +397,7 @@ def key(b, at):
     return (ODD if slashes > 0 else end), value_at
 
 
-@jit
+@inner
 def _inner_key(b, at):
     """As :func:`key`, for objects whose keys mean nothing here: they may have escapes."""
     end, value_at, slashes = _any_key(b, at)
@@ -452,7 +452,7 @@ def value(b, at):
             return at
 
 
-@jit
+@inner
 def next_member(b, at, closing):
     """Behind a member: return where the next begins, and whether there is one; ODD: neither."""
     at = blank(b, at)

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit, unlocked
+from tailrace.compiled import inner, unlocked
 from tailrace.router.intake.hashing import fingerprint
 from tailrace.router.intake.json_scan import (
     FALSE,
@@ -114,14 +114,14 @@ def outline(b, spans):
 # ---- parts of a prompt. All values were checked by ``outline``. ---------------------------------
 
 
-@jit
+@inner
 def _put_word(word, text, to):
     for k in range(word.size):
         text[to + k] = word[k]
     return to + word.size
 
 
-@jit
+@inner
 def _is_something(b, at, end):
     """Whether a value is none of null, false, 0 and the empty ones."""
     c = b[at]
@@ -139,7 +139,7 @@ def _is_something(b, at, end):
     return False
 
 
-@jit
+@inner
 def _put_json(b, at, end, text, to):
     """Write a value without the blanks between its parts."""
     quoted = False
@@ -158,7 +158,7 @@ def _put_json(b, at, end, text, to):
     return to
 
 
-@jit
+@inner
 def _put_hash(b, at, end, text, to):
     """Write a hash of a value in place of it, unless that would be longer."""
     if end - at <= MEDIA_CHARS:
@@ -170,14 +170,14 @@ def _put_hash(b, at, end, text, to):
     return to + MEDIA_CHARS
 
 
-@jit
+@inner
 def _first(b, at, closing):
     """Return where the first member of an array or object begins, and whether it has one."""
     at = blank(b, at + 1)
     return at, b[at] != closing
 
 
-@jit
+@inner
 def _member(b, at, word):
     """Return where the value of an object's key begins; 0: it has no such key, ODD: unclear."""
     found = 0
@@ -193,7 +193,7 @@ def _member(b, at, word):
     return found
 
 
-@jit
+@inner
 def _put_content(b, at, text, to, found):
     """Write the content of a message: a text, or the texts of its parts; ODD: it is unclear."""
     if b[at] == 0x22:
@@ -218,7 +218,7 @@ def _put_content(b, at, text, to, found):
     return to
 
 
-@jit
+@inner
 def _put_message(b, at, text, to, found):
     """Write a message; ODD: it is unclear. What is no object is no message."""
     if b[at] != 0x7B:
@@ -248,7 +248,7 @@ def _put_message(b, at, text, to, found):
     return to
 
 
-@jit
+@inner
 def _put_messages(b, at, text, to, found):
     if b[at] != 0x5B:
         return ODD
@@ -261,7 +261,7 @@ def _put_messages(b, at, text, to, found):
     return to
 
 
-@jit
+@inner
 def _put_ids(b, at, text, to, found):
     """Write the token ids of a list as four bytes each; ODD: something else is among them."""
     at, more = _first(b, at, 0x5D)
@@ -282,7 +282,7 @@ def _put_ids(b, at, text, to, found):
     return to
 
 
-@jit
+@inner
 def _put_prompts(b, at, text, to, found):
     """Write a prompt, or a list of them: texts or token ids; ODD: it is none."""
     if b[at] == 0x22:

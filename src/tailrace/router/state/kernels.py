@@ -19,7 +19,7 @@ import math
 
 import numpy as np
 
-from tailrace.compiled import jit
+from tailrace.compiled import inlined, inner, jit
 from tailrace.policy.learned import architecture as a
 from tailrace.policy.learned.observation import _decode_s
 from tailrace.policy.learned.policy import learned_scores
@@ -139,7 +139,7 @@ def matched_units(index, r, keys, units, branch_at, answers):
     return matched
 
 
-@jit
+@inner
 def _known_runs(index, r, keys, units, count):
     """How many of the first runs are known at least in part."""
     low, high = 0, 1  # low runs are known, run number high - 1 is tried next
@@ -156,7 +156,7 @@ def _known_runs(index, r, keys, units, count):
     return low
 
 
-@jit
+@inner
 def _cached_tokens(index, replica, r, prompt, keys, units, branch_at, total, answers):
     """Prompt tokens that a replica is believed to have cached: whole blocks, never all of them."""
     matched = matched_units(index, r, keys, units, branch_at, answers)
@@ -213,7 +213,7 @@ def show(decision, request, replicas, routers, entries, slots, totals, beliefs, 
             view["index_tokens"] = np.int64(held / d["units_per_token"])
 
 
-@jit
+@inner
 def _sum_routers(me, workers, routers, seen, now):
     """Sum the router records into ``seen`` [4]; each keeps its own random numbers and cursor."""
     for k in range(seen.size):
@@ -245,8 +245,8 @@ def rate(request, replicas, costs, routers, row, code, params, scores, lowest_id
     return choose(scores, replicas, routers[row], lowest_id_wins)
 
 
-@jit
-def judge(decision, request, replicas, costs, routers, params, guard, scores):
+@inlined
+def _judge(decision, request, replicas, costs, routers, params, guard, scores):
     """Decide: the policy's choice, or the fallback rule's if ``cause`` or the guard says so.
 
     ``replicas`` [n] and ``routers`` [4] are what the worker sees. ``params`` are the policy's.
@@ -261,8 +261,11 @@ def judge(decision, request, replicas, costs, routers, params, guard, scores):
     d["feature"] = -1
     if cause == NO_CAUSE:
         own = scores[SCORES, :n]
-        lowest = d["lowest_id_wins"] != 0
-        chosen = rate(request, replicas, costs, routers, row, d["code"], params, own, lowest)
+        if d["code"] == LEARNED_CODE:
+            learned_scores(view, params, own)
+        elif d["code"] != NO_RULE:
+            score(d["code"], view, params, own)
+        chosen = choose(own, replicas, routers[row], d["lowest_id_wins"] != 0)
         if _any_nan(replicas, own):
             cause = CAUSE_NAN
         elif guard.size > d["bounds_at"]:
@@ -274,11 +277,10 @@ def judge(decision, request, replicas, costs, routers, params, guard, scores):
     safe = scores[FALLBACK_SCORES, :n]
     other = NO_REPLICA
     if cause != NO_CAUSE or d["guard_ratio"] < np.inf:
+        safe_view = View(request[0], replicas, costs, routers[FALLBACK])
+        score(d["fallback_code"], safe_view, guard[: d["bounds_at"]], safe)
         lowest = d["fallback_lowest_id_wins"] != 0
-        other = rate(
-            request, replicas, costs, routers, FALLBACK, d["fallback_code"],
-            guard[: d["bounds_at"]], safe, lowest,
-        )  # fmt: skip
+        other = choose(safe, replicas, routers[FALLBACK], lowest)
     if cause == NO_CAUSE and other != NO_REPLICA:
         bound = scores[TTFT, other] * d["guard_ratio"] + d["guard_s"]
         if scores[TTFT, chosen] > bound:
@@ -298,18 +300,24 @@ def judge(decision, request, replicas, costs, routers, params, guard, scores):
 
 
 @jit
+def judge(decision, request, replicas, costs, routers, params, guard, scores):
+    """:func:`_judge` for callers in Python."""
+    return _judge(decision, request, replicas, costs, routers, params, guard, scores)
+
+
+@jit
 def decide(
     decision, request, replicas, routers, entries, slots, totals, costs, beliefs, keys, units,
     params, guard, scores,
 ):  # fmt: skip
-    """:func:`show` and :func:`judge` in one call, for policies that are compiled."""
+    """:func:`show` and :func:`_judge` in one call, for policies that are compiled."""
     show(decision, request, replicas, routers, entries, slots, totals, beliefs, keys, units)
     row = decision[0]["view_row"]
     seen = replicas[row, : beliefs.size]
-    return judge(decision, request, seen, costs, routers[row], params, guard, scores)
+    return _judge(decision, request, seen, costs, routers[row], params, guard, scores)
 
 
-@jit
+@inner
 def _any_nan(replicas, scores):
     found = False
     for i in range(scores.size):
@@ -317,7 +325,7 @@ def _any_nan(replicas, scores):
     return found
 
 
-@jit
+@inner
 def _out_of_range(params, replicas, bounds):
     """Number of the first feature outside its bounds, -1: none.
 
@@ -339,7 +347,7 @@ def _out_of_range(params, replicas, bounds):
     return -1
 
 
-@jit
+@inner
 def _runner_up(replicas, scores, chosen):
     """The best available replica but the chosen one; -1: there is no other."""
     second = NO_REPLICA
@@ -351,7 +359,7 @@ def _runner_up(replicas, scores, chosen):
     return second
 
 
-@jit
+@inner
 def _explain(view, scores, used, d):
     """Find what speaks most for the choice against the runner-up, in seconds for this request."""
     c, u = d["chosen"], d["runner_up"]
@@ -381,7 +389,7 @@ def _explain(view, scores, used, d):
         _weigh(b - a, best, EARLIER, a, b, d)
 
 
-@jit
+@inner
 def _weigh(gain, best, reason, ours, theirs, d):
     """Take a reason if it gains more than the best so far, s; return what the best gains now."""
     if gain <= best:
@@ -419,8 +427,10 @@ def opened(attempt, replicas, routers, entries, slots, totals, beliefs, keys, un
                 used_at = entries[r, slots[r, slot]]["used_at"]
             if branch_at >= 0:
                 # Of what this index knows: another worker's may have known more.
-                own = _cached_tokens(index, replica, r, prompt, keys, units, branch_at, total, 1)
-                without = _cached_tokens(index, replica, r, prompt, keys, units, -1, total, 0)
+                # Numba would compile a function again for every plain number it is given.
+                yes, no, none = np.int64(1), np.int64(0), np.int64(-1)
+                own = _cached_tokens(index, replica, r, prompt, keys, units, branch_at, total, yes)
+                without = _cached_tokens(index, replica, r, prompt, keys, units, none, total, no)
                 answer = max(0, min(cached, own) - without)
         if branch_at >= 0:
             # The blocks of this prompt take the place of the turn before and its answer.
@@ -430,7 +440,7 @@ def opened(attempt, replicas, routers, entries, slots, totals, beliefs, keys, un
     return used_at, answer
 
 
-@jit
+@inner
 def _remove(entries, slots, totals, key):
     """Forget one run, if it is known. Runs after it must not be known."""
     slot = prefix_index._find(entries["key"], slots, key)

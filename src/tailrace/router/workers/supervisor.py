@@ -77,12 +77,14 @@ class Supervisor:
         grace_s: float = GRACE_S,
         beat_at: Callable[[int], float] | None = None,
         watchdog_s: Callable[[], float] = lambda: math.inf,
+        idle: Callable[[], object] = lambda: None,
     ) -> None:
         """``lost`` is called with the number of a worker that died, before it is restarted.
 
         ``drain_s``: how long workers may take to end; they are killed after ``grace_s`` more.
         ``beat_at``: returns when a worker has last reported that it is alive, 0: not yet. A worker
-        that has been silent for ``watchdog_s`` is killed.
+        that has been silent for ``watchdog_s`` is killed. ``idle`` is called between looking after
+        the workers, at least every 0.2 s.
         """
         self._work = work
         self._drain_s = drain_s if callable(drain_s) else lambda: drain_s
@@ -90,6 +92,7 @@ class Supervisor:
         self._lost = lost
         self._beat_at = beat_at
         self._watchdog_s = watchdog_s
+        self._idle = idle
         self._watched_at = 0.0
         self._workers = [_Worker() for _ in range(count)]
         self._ready_in, self._ready_out = os.pipe()
@@ -180,6 +183,7 @@ class Supervisor:
                 return 130 if what == signal.SIGINT else 0
             if what == signal.SIGHUP:
                 self._signal_one(signal.SIGHUP)
+            self._idle()
             self._kill_silent()
             now = time.monotonic()
             for number in self._reap():

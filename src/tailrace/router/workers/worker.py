@@ -41,11 +41,13 @@ def serve_several(
     load: Load | None,
     started: Callable[[ServeSettings], None],
     failing: Warn,
+    idle: Callable[[], object] = lambda: None,
 ) -> int:
     """Serve with ``settings.processes`` workers until SIGTERM or SIGINT; return the exit code.
 
     ``started`` is given the settings with the addresses in use, ``failing`` the address of a
-    backend that does not answer, and why.
+    backend that does not answer, and why. ``idle`` is called in the supervisor several times per
+    second.
     """
     listen, kept = reserve(settings.listen)
     held, admin = [kept], "off"
@@ -86,7 +88,7 @@ def serve_several(
             count, work, lost=shared.clear,
             drain_s=lambda: now().lame_duck_s + now().drain_s,
             beat_at=lambda number: float(shared.reports["beat_at"][number]),
-            watchdog_s=lambda: now().watchdog_s,
+            watchdog_s=lambda: now().watchdog_s, idle=idle,
         )  # fmt: skip
         try:
             return supervisor.run(lambda: started(_at(settings, listen, admin)))

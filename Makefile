@@ -17,12 +17,13 @@ EVALUATION := build/evaluation
 VIDUR := .venv-vidur
 VLLM := .venv-vllm
 RAY := .venv-ray
+DOCS := .venv-docs
 RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist test-docs demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
+.PHONY: help dist docs test-docs demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -66,6 +67,15 @@ dist: $(STAMP) ## build the wheel, install it into a clean environment and run c
 	build/wheel-check/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/tailrace-*.whl
 	cd build/wheel-check && bin/tailrace --version && bin/tailrace policies tailrace && bin/tailrace simulate --requests 200
 	@ls -l dist
+
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS)/.installed ## the pages and the Python reference as a site in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet
+	@echo "build/site: $$(find build/site -name '*.html' | wc -l) pages; look at them with: python3 -m http.server -d build/site -b 127.0.0.1"
 
 test-docs: $(STAMP) ## run every command of README and pages (a quarter of an hour)
 	$(PYTEST) -m docs tests/test_commands.py

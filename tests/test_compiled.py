@@ -9,11 +9,27 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from router.processes import until
 from tailrace import compiled
+from tailrace.view import selection
+from tailrace.view.records import ROUTER
 
 NOBODY = 65534
+#: The same as a command would: prints one function's result, and what was said on standard error.
+COMMAND_LINE = """
+import contextlib, io, json
+from tailrace import compile_events
+from tailrace.cli import console
+console.PATIENCE_S = 0.0
+compile_events.watcher = console.CompileProgress()
+with contextlib.redirect_stderr(io.StringIO()) as said:
+    from tailrace.view import ledger
+    three = ledger.whole_tokens(3.0)
+print(json.dumps([int(three), said.getvalue()]))
+"""
 #: Compiles one function and says where the cache is and what was compiled.
 PROGRAM = """
 import importlib.util, json, sys
@@ -27,8 +43,8 @@ print(json.dumps([str(compiled.CACHE), compiled.NO_CACHE_REASON, names, int(thre
 """
 
 
-def run_as_nobody(**environment: str) -> list:
-    """What PROGRAM prints for a user without a home that can be written."""
+def run_as_nobody(program: str = PROGRAM, **environment: str) -> list:
+    """What a program prints for a user without a home that can be written."""
     if os.getuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("only root can become another user, by setpriv")
     ours = ("TAILRACE_CACHE_DIR", "NUMBA_CACHE_DIR", "NUMBA_DISABLE_JIT")
@@ -42,7 +58,7 @@ def run_as_nobody(**environment: str) -> list:
     read_all = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
     user = (f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *read_all)
     done = subprocess.run(
-        ["setpriv", *user, sys.executable, "-c", PROGRAM], cwd="/",
+        ["setpriv", *user, sys.executable, "-c", program], cwd="/",
         env=inherited | home | environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -176,19 +192,67 @@ def used_by_python(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
         yield from used_by_python(child, names)
 
 
-def test_only_compiled_code_calls_functions_without_a_wrapper_for_python():
-    """Python would jump to address 0."""
+def test_the_package_calls_no_function_without_a_wrapper_from_python():
+    """That works, but compiles the function a second time."""
     inner, used = set(), set()
-    folders = (ROOT / "src", ROOT / "tests", ROOT / "benchmarks")
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
+    folder = ROOT / "src"
+    for path in folder.rglob("*.py"):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = imported(tree)
-        if path.is_relative_to(folders[0]):
-            parts = path.relative_to(folders[0]).with_suffix("").parts
-            module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-            names |= {f.name: f"{module}.{f.name}" for f in functions}
-            inner |= {names[f.name] for f in functions if "inner" in decorators(f)}
+        parts = path.relative_to(folder).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+        names |= {f.name: f"{module}.{f.name}" for f in functions}
+        inner |= {names[f.name] for f in functions if "inner" in decorators(f)}
         used |= set(used_by_python(tree, names))
     assert len(inner) > 100
     assert inner & used == set()
+
+
+def test_python_may_call_a_function_without_a_wrapper():
+    """Numba would jump to address 0."""
+    router = np.zeros(1, ROUTER)[0]
+    drawn = [selection.random_below(router, 5) for _ in range(50)]
+    assert set(drawn) == set(range(5))
+    assert 0 <= selection.random_below(router, n=5) < 5
+
+
+# ---- messages, and the helper process -----------------------------------------------------------
+
+
+def test_a_cold_start_says_so_and_where_the_code_is_kept(shared_folder):
+    where = {"TMPDIR": str(shared_folder), "program": COMMAND_LINE}
+    first, said = run_as_nobody(**where)
+    assert said.startswith("compiling, once: 1 functions")
+    assert f"(kept in {shared_folder}/tailrace-{NOBODY}/" in said
+    # Nothing is compiled the second time.
+    assert run_as_nobody(**where) == [first, ""]
+
+
+def test_a_start_without_a_cache_says_why(shared_folder):
+    planted = shared_folder / f"tailrace-{NOBODY}"
+    planted.mkdir(mode=0o755)
+    _, said = run_as_nobody(TMPDIR=str(shared_folder), program=COMMAND_LINE)
+    assert "compiling, once" in said
+    assert "(not kept: " in said
+    assert str(planted) in said
+
+
+def children(pid: int) -> set[int]:
+    return set(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_a_helper_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "CACHE", tmp_path)
+    before = children(os.getpid())
+    with compiled.helper("this") as poll:
+        (pid,) = children(os.getpid()) - before
+        until("the helper ends", lambda: poll() is not None)
+        assert pid not in children(os.getpid())
+    with compiled.helper("http.server"):
+        assert len(children(os.getpid()) - before) == 1
+    assert children(os.getpid()) == before
+    compiled.mark("this")
+    with compiled.helper("this") as poll:
+        assert poll() == 0
+        assert children(os.getpid()) == before

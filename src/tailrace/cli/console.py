@@ -148,11 +148,13 @@ class CompileProgress:
             click.echo(f"\r\033[K{text if self._depth else ''}", nl=False, err=True)
         elif now - self._shown_at >= LINE_S:
             self._shown_at = now
-            click.echo(text + _not_kept(), err=True)
+            click.echo(text + _where_kept(), err=True)
 
 
-def _not_kept() -> str:
-    """Say why compiled code is compiled again at the next start, if it is."""
+def _where_kept() -> str:
+    """Say where compiled code is kept, or why it is compiled again at the next start."""
     from tailrace import compiled
 
-    return "" if compiled.CACHE is not None else f" (not kept: {compiled.NO_CACHE_REASON})"
+    if compiled.CACHE is None:
+        return f" (not kept: {compiled.NO_CACHE_REASON})"
+    return f" (kept in {compiled.CACHE})"

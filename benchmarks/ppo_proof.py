@@ -67,12 +67,12 @@ QUICK = ("uniform-chat-80", "mixed-speed", "hot-sessions", "hot-sessions-mixed-s
          "hot-sessions-overload")  # fmt: skip
 #: Updates of each pair of estimate and objective that take about the same CPU time.
 PAIRS = {
-    ("gae", "clipped"): 14,
-    ("gae", "kl_limited"): 14,
-    ("grouped", "clipped"): 14,
-    ("grouped", "kl_limited"): 14,
-    ("branching", "clipped"): 3,
-    ("branching", "kl_limited"): 3,
+    ("gae", "clipped"): 36,
+    ("gae", "kl_limited"): 36,
+    ("grouped", "clipped"): 36,
+    ("grouped", "kl_limited"): 36,
+    ("branching", "clipped"): 5,
+    ("branching", "kl_limited"): 5,
 }
 CLONE = "quick clone"
 #: Nothing is chosen by evaluations: the last policy is judged.
@@ -93,14 +93,15 @@ REQUESTS, WARMUP = {"sim": 4000, "vidur": 600}, 0.05
 #: What has to be known beside the figures.
 NOTES = (
     (
-        "The presets were chosen by validation scores of one to three training seeds. Twice a "
-        "preset was changed after it had been judged on evaluation seeds; those are not used here."
+        "The presets were chosen by validation scores and on tuning seeds, of one to three "
+        "training seeds. Judged on evaluation seeds from 400 on: those from 200 and from 300 on "
+        "had been looked at before the recipe of ppo was changed."
     ),
     "CPU time of a resumed run is that of its last part.",
     "Vidur plays fewer requests and seeds, and of the scenarios only those that are listed.",
 )
 #: The evaluation seeds before this one were looked at while the presets were made.
-FIRST_SEED = 300
+FIRST_SEED = 400
 IN_SIMULATOR = tuple(dict.fromkeys((*CHAT, *QUICK)))
 #: Scenarios that Vidur 0.0.26 can play as they are: it has no prefix cache.
 IN_VIDUR = ("slow-chat", "slow-chat-95", "uniform-chat-80", "uniform-chat-95")
@@ -342,11 +343,19 @@ def plot(told: Mapping[str, Any], path: Path) -> None:
         curves = told["curves"][variant]
         for seed, found in curves.items():
             axis.plot(found["step"], found["score"], marker=".", label=seed)
+        baselines = next(iter(curves.values()))["baselines"]
         for rule, style in zip(BASELINES, (":", "--", "-"), strict=True):
-            score = next(iter(curves.values()))["baselines"][rule]
-            axis.axhline(score, color="grey", linestyle=style, label=rule.replace("_", "-"))
+            axis.axhline(
+                baselines[rule], color="grey", linestyle=style, label=rule.replace("_", "-")
+            )
         axis.set(title=VARIANTS[variant][0], xlabel="update", ylabel="cost / least-outstanding")
-        axis.set_ylim(0.8, 1.6)
+        # Logarithmic: on mixed speeds random and round-robin cost many times as much.
+        highest = 1.15 * max(1.3, *(baselines[rule] for rule in BASELINES))
+        axis.set_yscale("log")
+        axis.set_ylim(0.75, highest)
+        ticks = [t for t in (0.8, 0.9, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 6.0) if t < highest]
+        axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
+        axis.minorticks_off()
     np.atleast_1d(axes)[0].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -255,6 +255,7 @@ E2E_S = TTFT_S + ANSWER_S
         ({"e2e_target_s": E2E_S / 1.5, "soft_scale": 0.25}, "e2e_soft_late", 0.8807970779778823),
         ({"e2e_target_s": E2E_S * 4}, "e2e_early", 0.5),
         ({"e2e_target_s": E2E_S * 1.9}, "e2e_early", 0.0),
+        ({}, "tail", TTFT_S**2),
     ],
 )
 def test_end_to_end_latency_of_a_known_request(tmp_path, settings, term, expected) -> None:

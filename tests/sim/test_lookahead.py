@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tailrace.config import Cluster, Replica, RouterSettings
+from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.sim import engine as kernel
 from tailrace.sim.simulator import Simulation, simulate
@@ -101,3 +102,12 @@ def test_predictions_beyond_the_memory_of_a_replica_do_not_hang_the_look_ahead()
     router = RouterSettings(predictor="mean", prior_output_tokens=1e9)
     result = simulate(cluster, short, "lookahead", router=router, seed=1)
     assert np.isfinite(result.requests["finished_s"]).all()
+
+
+def test_without_room_it_is_refused() -> None:
+    """It used to write past the end of the arrays."""
+    simulation = Simulation(Cluster(), library.make("chat", 5, 1.0, seed=2))
+    with pytest.raises(TailraceError, match="lookahead=True"):
+        simulation.run(registry.get("lookahead"))
+    with pytest.raises(TailraceError, match="lookahead=True"):
+        simulation.copy().run(registry.get("lookahead"))

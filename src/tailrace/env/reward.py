@@ -34,6 +34,7 @@ TERM_OF_WEIGHT = {
     "tpot_late": cost_accounts.TPOT_LATE,
     "tpot_soft_late": cost_accounts.TPOT_SOFT_LATE,
     "tpot_early": cost_accounts.TPOT_EARLY,
+    "tail": cost_accounts.TAIL,
 }
 #: Quantiles of the raw reward that are logged.
 RAW_QUANTILES = {"p01": 0.01, "p10": 0.1, "p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -52,6 +53,9 @@ class RewardSettings(Settings):
     """Cost of a second a request is past its target without a first token."""
     lost: Weight = objective.LOST_COST_S
     """Cost of a request that fails."""
+    tail: Weight = 0.0
+    """Cost of a squared time to first token over its target, when the token comes: one long wait
+    costs more than several short ones. Training also compares checkpoints and teachers by it."""
     soft_late: Weight = 0.0
     """Cost of a late first token by a logistic curve, between 0 (early) and 1 (late)."""
     soft_centre: Positive = 1.0

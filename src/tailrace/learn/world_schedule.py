@@ -115,8 +115,9 @@ class WorldSchedule:
         return ScenarioSampler(chosen, self.distribution, stage.load)
 
     def _world(self, scenario: Scenario, seed: int, requests: int, number: int) -> World:
-        weight = self.settings.branching.tail_weight
-        return World(scenario, seed, requests, number, tail_weight=weight)
+        s = self.settings
+        weight = s.branching.tail_weight if s.advantage == "branching" else s.reward.tail
+        return World(scenario, seed, requests, number, tail_weight=max(weight, 0.0))
 
     def worlds(self, first: int, count: int, requests: int, stage: Stage | None) -> list[World]:
         """Return ``count`` worlds from the ``first`` seed on.

@@ -19,14 +19,15 @@ TERMS = (
     "e2e_s", "ttft_s", "late_s", "lost", "soft_late", "early", "finished", "finished_tokens",
     "e2e_late_s", "e2e_soft_late", "e2e_early",
     "tpot_late_s", "tpot_soft_late", "tpot_early",
-    "over_limit",
+    "over_limit", "tail_s",
 )  # fmt: skip
 N_TERMS = len(TERMS)
 E2E, TTFT, LATE, LOST_REQUESTS, SOFT_LATE, EARLY, FINISHED, FINISHED_TOKENS = range(8)
 E2E_LATE, E2E_SOFT_LATE, E2E_EARLY, TPOT_LATE, TPOT_SOFT_LATE, TPOT_EARLY, OVER_LIMIT = range(8, 15)
+TAIL = 15
 #: Target of the end-to-end latency, s, unless a reward has another.
 E2E_TARGET_S = 10.0
-#: Terms from this one on accrue when a request ends.
+#: Terms from this one on accrue when a request ends, the last one with its first token.
 FIRST_OF_ENDED = E2E_LATE
 
 
@@ -89,6 +90,7 @@ def answered(cluster, requests, facts, n):
         cluster["unanswered_since"] = 0.0
     cluster["paid_ttft"] += ttft
     cluster["paid_late"] += max(request["first"] - request["deadline"], 0.0)
+    cluster["paid_tail"] += ttft * ttft / max(slo, 1e-9)
     over = (ttft - cluster["soft_centre"] * slo) / max(cluster["soft_scale"] * slo, 1e-9)
     cluster["paid_soft"] += 1.0 / (1.0 + math.exp(min(-over, 700.0)))
     cluster["paid_early"] += max(1.0 - ttft / max(cluster["early_share"] * slo, 1e-9), 0.0)
@@ -208,6 +210,7 @@ def read(cluster, requests, t, terms):
     terms[TPOT_SOFT_LATE] = cluster["paid_tpot_soft"]
     terms[TPOT_EARLY] = cluster["paid_tpot_early"]
     terms[OVER_LIMIT] = cluster["over_limit"]
+    terms[TAIL] = cluster["paid_tail"]
 
 
 @jit

@@ -101,7 +101,11 @@ class Simulation:
         listen: bool = False,
         lookahead: bool = False,
     ) -> None:
-        """Set the cluster up at time 0; ``listen`` records events for a policy's hooks."""
+        """Set the cluster up at time 0.
+
+        ``listen`` records events for a policy's hooks; ``lookahead`` makes room for policies that
+        simulate ahead.
+        """
         reason = why_not_compiled(cluster)
         if reason is not None:
             raise TailraceError(reason)
@@ -123,6 +127,7 @@ class Simulation:
             lookahead=lookahead,
         )
         self._batches: list[NDArray[np.void]] = []
+        self._lookahead = lookahead
 
     def look_only_at(
         self, *, metrics: bool, prefix: bool, context: bool, accounts: bool = False
@@ -145,6 +150,7 @@ class Simulation:
         twin._tables = self._tables
         twin._fleet = Fleet._make(array.copy() for array in self._fleet)
         twin._batches = list(self._batches)
+        twin._lookahead = self._lookahead
         return twin
 
     @property
@@ -201,6 +207,10 @@ class Simulation:
                 return
 
     def _run_builtin(self, policy: BuiltinPolicy, progress: Progress | None) -> None:
+        if policy.rule.in_engine and not self._lookahead:
+            raise TailraceError(
+                f"{policy.rule.name} simulates ahead: make the Simulation with lookahead=True"
+            )
         limit = SLICE if progress else np.iinfo(np.int64).max
         rule = (policy.rule.code, policy.params, policy.lowest_id_wins)
         while True:

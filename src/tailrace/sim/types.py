@@ -172,6 +172,7 @@ CLUSTER = np.dtype(
         ("paid_tpot_late", "f8"),  # the same of the time per output token: seconds of the answer
         ("paid_tpot_soft", "f8"),
         ("paid_tpot_early", "f8"),
+        ("paid_tail", "f8"),  # squared times to first token over their targets, s
         ("over_limit", "i8"),  # requests that ended past the limit
         ("lost", "i8"),  # requests that failed
         ("finished", "i8"),  # requests that were completed

@@ -49,6 +49,7 @@ _KERNEL_SOURCES = (
     ),
     *("learn/kernels.py", "learn/improve/fused_kernels.py", "learn/improve/rollout.py"),
     *("router/access/accounts.py", "router/access/atomic.py", "router/state/kernels.py"),
+    "router/state/server_model.py",
     *("router/intake/fast_body.py", "router/intake/hashing.py", "router/intake/json_scan.py"),
     "router/intake/large_body.py",
     "router/intake/model_field.py",

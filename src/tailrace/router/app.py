@@ -41,6 +41,7 @@ from tailrace.router.proxy.dispatcher import RequestDispatcher
 from tailrace.router.proxy.models import ModelsRequest
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
+from tailrace.router.state import server_speeds
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import WorkerView
 from tailrace.router.state.worker_room import WorkerRoom
@@ -103,8 +104,10 @@ class Router:
         counter = TokenCounter(settings.tokenizer, settings.tokens.source)
         cluster = ClusterState(
             _by_number(configuration, settings), clock, counter=counter, salt=salt,
-            worker_view=worker_view,
+            worker_view=worker_view, learn_speeds=settings.speeds.learn,
         )  # fmt: skip
+        if settings.speeds_file is not None:
+            server_speeds.restore(cluster, settings.speeds_file)
         self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
         self.backends = Backends(
             configuration, settings, cluster, Chooser(cluster, settings.routing), room,
@@ -303,6 +306,7 @@ class Router:
         self._spawn(self.models.run())
         self._spawn(self.scraper.run())
         self._spawn(self.telemetry.run(self.snapshot))
+        self._spawn(self._keep_speeds())
 
     async def run(self, started: Callable[[], None] = lambda: None) -> int:
         """Serve until SIGTERM or SIGINT; SIGHUP reloads. Return the exit code.
@@ -375,7 +379,19 @@ class Router:
             backend.pool.abort()
         await asyncio.sleep(0)  # let the transports close
         self.decision_log.close()
+        self._save_speeds()
         _log.info("stopped")
+
+    async def _keep_speeds(self) -> None:
+        while True:
+            await asyncio.sleep(server_speeds.SAVE_EVERY_S)
+            self._save_speeds()
+
+    def _save_speeds(self) -> None:
+        """Write what was learned of the servers' speed; the first worker does it for all."""
+        path, cluster = self.settings.speeds_file, self.backends.cluster
+        if path is not None and cluster.worker_view.worker == 0 and self.settings.speeds.learn:
+            server_speeds.save_or_log(cluster, path)
 
     def _abort(self) -> None:
         self.dispatcher.queue.clear("the router is stopping")

@@ -32,7 +32,11 @@ from tailrace.router.settings import (
     address,
     is_loopback,
 )
+from tailrace.router.state.server_speeds import SpeedSettings
 from tailrace.scenario import merged
+
+#: Name of the file that keeps what was learned of the servers' speed.
+SPEEDS_FILE = "servers.json"
 
 
 class ServeSettings(Settings):
@@ -55,6 +59,7 @@ class ServeSettings(Settings):
     routing: ChooserSettings = ChooserSettings()
     metrics: ScrapeSettings = ScrapeSettings()
     decisions: DecisionLogSettings = DecisionLogSettings()
+    speeds: SpeedSettings = SpeedSettings()
     tokenizer: Path | None = None
     """A tokenizer.json to count prompt tokens with; default: estimated from bytes, and corrected by
     the servers' own counts."""
@@ -95,6 +100,12 @@ class ServeSettings(Settings):
                 f"two clients are called {double[0]}; one client may have several keys"
             )
         return self
+
+    @property
+    def speeds_file(self) -> Path | None:
+        """File that keeps what was learned of the servers' speed; None: nothing is kept."""
+        folder = self.decisions.folder
+        return self.speeds.file or (None if folder is None else folder / SPEEDS_FILE)
 
     @property
     def explains(self) -> bool:

@@ -7,6 +7,8 @@ when somebody asks, and at the end of every slot of the rolling window.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from tailrace.router.state.server_speeds import ServerSpeed
+
 #: States of a circuit breaker.
 BREAKER_STATES = CLOSED, HALF_OPEN, OPEN = ("closed", "half_open", "open")
 
@@ -57,7 +59,9 @@ class BackendSnapshot:
     capacity_tokens: int = 0
     """Size of its KV memory."""
     speed: float = 1.0
-    """Relative to the other backends."""
+    """Relative to the other backends, as set."""
+    known: ServerSpeed | None = None
+    """How fast it is, as far as the router knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

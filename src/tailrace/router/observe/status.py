@@ -5,6 +5,7 @@ null, never 0.
 """
 
 import base64
+import dataclasses
 import hashlib
 import os
 import re
@@ -162,6 +163,7 @@ def _replicas(telemetry: Telemetry, snapshot: RouterSnapshot) -> list[dict[str, 
             "capacity_tokens": b.capacity_tokens,
             "share_1m": decided[b.index] / total if total else None,
             "speed": b.speed,
+            "known": None if b.known is None else dataclasses.asdict(b.known),
         }
         for b in snapshot.present
     ]

@@ -19,6 +19,7 @@ from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.server_speeds import speed_of
 from tailrace.router.state.worker_room import WorkerRoom
 
 NONE: frozenset[int] = frozenset()
@@ -440,4 +441,5 @@ class Backends:
             cached_tokens=int(cluster.index.totals["held_tokens"][r] / cluster.units_per_token),
             capacity_tokens=int(view["capacity_tokens"]),
             speed=float(view["speed"]),
+            known=speed_of(cluster, r),
         )

@@ -28,7 +28,7 @@ from tailrace.router.intake.prompt_blocks import (
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.intake.tokens import SERVER, TokenCounter
 from tailrace.router.settings import BackendSettings
-from tailrace.router.state import kernels
+from tailrace.router.state import kernels, server_model
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.sessions import Sessions, SharedSessions
 from tailrace.router.state.shared_state import (
@@ -60,7 +60,7 @@ _AVAILABLE, _CONTEXT, _OLDEST = (
 )
 _REQUEST = struct.Struct("=dqdqdqqqQqdd")
 assert _REQUEST.size == REQUEST_VIEW.itemsize
-_ATTEMPT = struct.Struct("=qdqqdqqddqqq")
+_ATTEMPT = struct.Struct("=qdqqdqqddqqqqq")
 assert _ATTEMPT.size == kernels.ATTEMPT.itemsize
 _HOOKS = ("sent", "first_token", "finished", "failed")
 
@@ -80,6 +80,7 @@ class LedgerEntry(Protocol):
     answer_tokens: int  #: tokens of ``cached`` that are an earlier answer
     answering: bool  #: its first token is in the ledger
     streamed: int  #: tokens so far
+    first_at: float | None  #: when its first token came, s; None: it has not, or was presumed
     outcome: str | None  #: None: it has not ended
 
     def presume_first_token(self) -> None:
@@ -100,9 +101,11 @@ class ClusterState:
         max_sessions: int = 100_000,
         prior_output_tokens: float = PRIOR_OUTPUT_TOKENS,
         worker_view: WorkerView | None = None,
+        learn_speeds: bool = True,
     ) -> None:
         """Start with idle replicas of which nothing is known.
 
+        ``learn_speeds``: learn from answers how fast servers are that do not say it themselves.
         ``salt``: this installation's secret, which makes content hashes its own. ``worker_view``:
         the state shared by several workers, which must have the same salt; None: a worker alone.
         """
@@ -141,6 +144,9 @@ class ClusterState:
         self.replicas, self.seen = worker_view.replicas(0)
         """Own records of the replicas, and those that policies see: with what other workers did."""
         self.costs = replica_costs([])
+        """Cost models [n] COST of the replicas: given, assumed or learned."""
+        self._learn_speeds = learn_speeds
+        self._marks: NDArray[np.void] = np.zeros(server_model.MARKS, server_model.MARK)
         self.beliefs: NDArray[np.void] = np.zeros(0, kernels.BELIEF)
         self.waiting: list[dict[int, float]] = []
         self.epochs: list[int] = []
@@ -191,6 +197,7 @@ class ClusterState:
         self.seen[replica] = self.replicas[replica]
         self.backends[replica] = backend
         self.costs[replica] = replica_costs([server])[0]
+        self.models[replica] = self._new_models([server])[0]
         self.beliefs[replica] = (self._believed(server), 1)
         self._misses[replica], self._answer_share[replica] = 0, 1.0
 
@@ -216,6 +223,7 @@ class ClusterState:
         self.seen[:] = self.replicas
         self.backends += backends
         self.costs = np.concatenate([self.costs, replica_costs(servers)])
+        self.models[new] = self._new_models(servers)
         believed = np.array([(self._believed(s), 1) for s in servers], kernels.BELIEF)
         self.beliefs = np.concatenate([self.beliefs, believed])
         self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
@@ -224,10 +232,23 @@ class ClusterState:
         self._misses += [0] * len(servers)
         self._answer_share += [1.0] * len(servers)
 
+    def _new_models(self, servers: Sequence[Replica]) -> NDArray[np.void]:
+        models = server_model.new_models(servers)
+        models["learns"] &= self._learn_speeds
+        return models
+
+    def follow_model(self, replica: int) -> None:
+        """What is known of a replica's speed has changed: let its records follow."""
+        server_model.apply(self.models[replica], self.costs[replica])
+        kernels.follow_cost(self.replicas[replica], self.costs[replica])
+        self.seen[replica] = self.replicas[replica]
+
     def _take_rows(self, count: int) -> None:
         """Use the first ``count`` rows of the shared state."""
         worker_view = self.worker_view
         self.replicas, self.seen = worker_view.replicas(count)
+        self._all_models = worker_view.shared.models[:, :count]
+        self.models = self._all_models[worker_view.worker]
         self.index = worker_view.index(count)
         self.routers, self.seen_routers = worker_view.routers()
         self.cells = memory_of(self.replicas.view(np.int64))
@@ -411,10 +432,12 @@ class ClusterState:
         _ATTEMPT.pack_into(
             self._attempt_buffer, 0, replica, now, entry.prompt_tokens, entry.cached,
             entry.predicted, runs.branch_at, runs.total, self.counter.units_per_token, now, 0, 0, 0,
+            entry.serial, self.worker_view.worker,
         )  # fmt: skip
         found: tuple[float, int] = kernels.opened(
             self._attempt, self.replicas, self.routers, index.entries, index.slots, index.totals,
-            self.beliefs, runs.keys, runs.units,
+            self.beliefs, runs.keys, runs.units, self.seen,
+            self._all_models, self._marks,
         )  # fmt: skip
         waiting = self.waiting[replica]
         if not waiting:
@@ -426,8 +449,13 @@ class ClusterState:
         """The first ``entry.streamed`` tokens of an attempt have come back."""
         r = entry.replica
         if entry.epoch == self.epochs[r]:
+            _ATTEMPT.pack_into(
+                self._attempt_buffer, 0, r, entry.first_at or 0.0, entry.prompt_tokens,
+                entry.cached, 0.0, 0, 0, 0.0, entry.sent_at, entry.first_at is None,
+                entry.streamed, 0, entry.serial, self.worker_view.worker,
+            )  # fmt: skip
             kernels.answered(
-                self.replicas, r, entry.prompt_tokens, entry.cached, entry.sent_at, entry.streamed
+                self._attempt, self.replicas, self.costs, self.seen, self._all_models, self._marks
             )
             self._left_queue(r, entry.serial)
 
@@ -449,11 +477,12 @@ class ClusterState:
         _ATTEMPT.pack_into(
             self._attempt_buffer, 0, r, now, entry.prompt_tokens, entry.cached, entry.predicted,
             runs.branch_at, runs.total, self.counter.units_per_token, entry.sent_at,
-            entry.answering, entry.streamed, output,
+            entry.answering, entry.streamed, output, entry.serial, self.worker_view.worker,
         )  # fmt: skip
         decode_s = kernels.ended(
             self._attempt, self.request, self.replicas, self.costs, self.routers, index.entries,
-            index.slots, index.totals, self.beliefs, runs.keys, runs.units,
+            index.slots, index.totals, self.beliefs, runs.keys, runs.units, self.seen,
+            self._all_models, self._marks,
         )  # fmt: skip
         self._left_queue(r, entry.serial)
         return float(decode_s)

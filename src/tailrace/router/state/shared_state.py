@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.router.access.accounts import ClientAccounts
 from tailrace.router.settings import BackendSettings
+from tailrace.router.state.server_model import SERVER_MODEL
 from tailrace.view import prefix_index
 from tailrace.view.prefix_index import PrefixIndex
 from tailrace.view.records import REPLICA_VIEW, ROUTER
@@ -74,6 +75,7 @@ class SharedState:
     sessions: NDArray[np.uint64]  #: [SESSIONS * SESSION_CELLS]; empty for one worker
     in_flight: NDArray[np.int64]  #: [w, n]: requests of every kind at each backend
     freed_at: NDArray[np.float64]  #: [n]: when one of these last ended, s
+    models: NDArray[np.void]  #: [w, n] SERVER_MODEL: what each has learned of the replicas' speed
     reports: NDArray[np.void]  #: [w] WORKER
 
     def __init__(self, workers: int, replicas: int, entries: int) -> None:
@@ -95,11 +97,12 @@ class SharedState:
             (np.dtype(np.uint64), (0 if alone else SESSIONS * SESSION_CELLS,)),
             (np.dtype(np.int64), (workers, room)),
             (np.dtype(np.float64), (room,)),
+            (SERVER_MODEL, (workers, room)),
             (WORKER, (workers,)),
         ]
         arrays = [np.zeros(shape, dtype) for dtype, shape in parts] if alone else _mapped(parts)
         self.replicas, self.routers, self.entries, self.slots, self.totals = arrays[:5]
-        self.sessions, self.in_flight, self.freed_at, self.reports = arrays[5:]
+        self.sessions, self.in_flight, self.freed_at, self.models, self.reports = arrays[5:]
 
     @property
     def index_entries(self) -> int:
@@ -113,7 +116,8 @@ class SharedState:
     def clear(self, worker: int) -> None:
         """Forget everything about a worker."""
         for rows in (
-            self.replicas, self.routers, self.slots, self.totals, self.in_flight, self.reports,
+            self.replicas, self.routers, self.slots, self.totals, self.in_flight, self.models,
+            self.reports,
         ):  # fmt: skip
             rows[worker] = np.zeros((), rows.dtype)
         self.entries[worker, :, 0] = np.zeros((), self.entries.dtype)  # the heads of the lists
@@ -127,6 +131,7 @@ class SharedState:
         grown = SharedState(1, replicas, entries)
         grown.replicas[:, : self.room] = self.replicas
         grown.routers[:] = self.routers
+        grown.models[:, : self.room] = self.models
         grown.accounts = self.accounts
         if entries == self.index_entries:
             for name in ("entries", "slots", "totals"):

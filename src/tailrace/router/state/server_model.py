@@ -1,0 +1,261 @@
+"""Learns how fast each server is from what streams through the router.
+
+A stretch of time at a server (a request's wait for its first token, or its answer from the first
+token to the last) is a sum of iterations, and by the cost model (view/cost_model.py) a sum over
+iterations is linear in its coefficients. How many iterations there were and what they worked on is
+in the ledger: a stream gets one token per iteration, and prompts are counted when their first token
+comes. So every stretch is one linear equation, and a Kalman filter keeps the solution: *factors* by
+which the coefficients differ from those of the device that is assumed at the start.
+
+The filter starts from a prior over devices, in which all coefficients scale together more readily
+than they differ. It forgets slowly, and quickly when what it sees no longer fits, so that it
+follows a server that slows down. Compiled code, called by ``kernels.py``; no allocation.
+"""
+
+# mypy: disallow-untyped-defs=False
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tailrace.compiled import jit
+from tailrace.config import Replica
+from tailrace.view.cost_model import token_ms
+from tailrace.view.records import COST, MAX_KNOTS
+from tailrace.view.replicas import replica_costs
+
+#: Factors: of base_ms, of per_token_ms with the knots' slopes, of per_context_ms, of
+#: per_prefill_ms, and of OVERHEAD_S, which is no part of the cost model.
+BASE, TOKEN, CONTEXT, PREFILL, OVERHEAD = range(5)
+N_FACTORS = 5
+#: What a request is assumed to take beside its iterations: network, HTTP, tokenising; s.
+OVERHEAD_S = 0.005
+
+#: Prior over devices: standard deviation of a factor common to all coefficients, and of each
+#: coefficient's own. Public presets (view/devices.py) differ from the reference by 0.2 to 3.
+COMMON_SD, OWN_SD = 1.0, 0.5
+#: How much the factors may change, as variance per second: all together, and each by itself.
+COMMON_DRIFT, OWN_DRIFT = 1e-4, 1e-5
+#: Expected deviation of an equation, as a share of the time: of answers, and of first tokens, in
+#: which it is known less well what the server was doing. Some ms are the network's.
+ANSWER_NOISE, FIRST_NOISE, NOISE_S = 0.05, 0.25, 0.002
+#: A deviation, in those expected, beyond which the server is taken to have changed.
+SURPRISE = 3.0
+#: Smallest factor, and largest variance of one.
+LEAST, MAX_VARIANCE = 0.01, 100.0
+#: Weight of one more equation in the moving mean of relative errors.
+ERROR_STEP = 0.02
+#: Open requests that are remembered; more are forgotten, which costs an equation.
+MARKS = 4096
+
+#: What is known of a server.
+SERVER_MODEL = np.dtype(
+    [
+        ("learns", "i8"),  # 1: from what streams; 0: its settings say how fast it is
+        ("prior", COST),  # of the device that is assumed
+        ("factors", "f8", (N_FACTORS,)),
+        ("covariance", "f8", (N_FACTORS, N_FACTORS)),
+        ("updated_at", "f8"),  # s
+        ("equations", "i8"),  # so far
+        ("error", "f8"),  # moving mean of |predicted - seen| / seen
+        # totals of prompts whose first token has come
+        ("prefilled", "f8"),  # uncached tokens
+        ("prefill_work", "f8"),  # W of view/cost_model.py
+        # scratch
+        ("row", "f8", (N_FACTORS,)),
+        ("gain", "f8", (N_FACTORS,)),
+    ]
+)
+#: What a server had done by some moment.
+DONE = [
+    ("at", "f8"),  # s
+    ("output", "f8"),  # tokens streamed by all
+    ("prefilled", "f8"),
+    ("prefill_work", "f8"),
+    ("context", "f8"),  # tokens of those answering
+    ("decodes", "f8"),  # requests answering
+    ("begun", "f8"),  # uncached prompt tokens that were probably prefilled already
+]
+#: An open request: its serial number, and what its server had done when it was sent and when its
+#: first token came.
+MARK = np.dtype([("serial", "i8"), ("sent", DONE), ("first", DONE)])
+
+
+#: Settings of a server that say how fast it is.
+SPEED_SETTINGS = frozenset({"device", "cost", "speed"})
+
+
+def new_models(servers: Sequence[Replica]) -> NDArray[np.void]:
+    """Return the models [n] of servers of which nothing has been seen.
+
+    One whose settings say how fast it is keeps the cost model that follows from them.
+    """
+    models = np.zeros(len(servers), SERVER_MODEL)
+    models["learns"] = [SPEED_SETTINGS.isdisjoint(s.model_fields_set) for s in servers]
+    models["prior"] = replica_costs(servers)
+    models["factors"] = 1.0
+    models["covariance"] = COMMON_SD**2 + OWN_SD**2 * np.eye(N_FACTORS)
+    models["covariance"][:, OVERHEAD, :] = models["covariance"][:, :, OVERHEAD] = 0.0
+    models["covariance"][:, OVERHEAD, OVERHEAD] = COMMON_SD**2
+    return models
+
+
+@jit
+def _slot(marks, serial):
+    return (serial >> 8) % marks.size
+
+
+@jit
+def _note(done, models, r, replica, now):
+    done["at"] = now
+    done["output"] = (
+        replica["finished_tokens"] + replica["context_tokens"] - replica["answering_prompts"]
+    )
+    done["prefilled"] = done["prefill_work"] = 0.0
+    for w in range(models.shape[0]):
+        done["prefilled"] += models[w, r]["prefilled"]
+        done["prefill_work"] += models[w, r]["prefill_work"]
+    done["context"] = replica["context_tokens"]
+    done["decodes"] = replica["in_flight"] - replica["queued"]
+
+
+@jit
+def sent(models, me, r, replica, marks, serial, now):
+    """Worker ``me`` sends a request to replica ``r``; the ledger does not have it yet.
+
+    ``models`` [w, n] of all workers; ``replica``: a REPLICA_VIEW, what all workers do there.
+    """
+    if models[me, r]["learns"] == 0:
+        return
+    mark = marks[_slot(marks, serial)]
+    mark["serial"] = serial
+    _note(mark["sent"], models, r, replica, now)
+    # Of the prompt that is being prefilled, about half is done.
+    mark["sent"]["begun"] = 0.5 * replica["queued_uncached"] / max(1, replica["queued"])
+    mark["first"]["at"] = -np.inf
+
+
+@jit
+def first_token(models, me, r, replica, cost, marks, serial, now, prompt, cached):
+    """The first token of a stream has come; the ledger still has it among the queued."""
+    model = models[me, r]
+    if model["learns"] == 0:
+        return
+    uncached = float(prompt - cached)
+    model["prefilled"] += uncached
+    model["prefill_work"] += uncached * (cached + 0.5 * uncached)
+    mark = marks[_slot(marks, serial)]
+    if mark["serial"] != serial:
+        return
+    before, after = mark["sent"], mark["first"]
+    _note(after, models, r, replica, now)
+    prefilled = max(uncached, after["prefilled"] - before["prefilled"] - before["begun"])
+    output = max(0.0, after["output"] - before["output"])
+    decodes = 0.5 * (before["decodes"] + after["decodes"])
+    iterations = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
+    if decodes >= 1.0:
+        # A long wait for room in the batch or in memory is full of answers' iterations.
+        iterations = max(iterations, output / decodes)
+    work = max(0.0, after["prefill_work"] - before["prefill_work"])
+    context = 0.5 * (before["context"] + after["context"])
+    _equation(model, replica, iterations, output, prefilled, context, work)
+    # It arrived in the middle of an iteration.
+    model["row"][BASE] *= 1.0 + 0.5 / iterations
+    model["row"][OVERHEAD] = OVERHEAD_S
+    _learn(model, (now - before["at"]) * replica["speed"], now, FIRST_NOISE)
+    apply(model, cost)
+
+
+@jit
+def ended(models, me, r, replica, cost, marks, serial, now, output):
+    """A stream is complete after ``output`` tokens; the ledger still has it."""
+    model = models[me, r]
+    mark = marks[_slot(marks, serial)]
+    before, after = mark["first"], mark["sent"]
+    if model["learns"] == 0 or mark["serial"] != serial or before["at"] == -np.inf:
+        return
+    mark["serial"] = -1
+    if output < 2:
+        return
+    _note(after, models, r, replica, now)
+    iterations = output - 1.0
+    tokens = max(iterations, after["output"] - before["output"])
+    prefilled = max(0.0, after["prefilled"] - before["prefilled"])
+    work = max(0.0, after["prefill_work"] - before["prefill_work"])
+    context = 0.5 * (before["context"] + after["context"])
+    _equation(model, replica, iterations, tokens, prefilled, context, work)
+    _learn(model, (now - before["at"]) * replica["speed"], now, ANSWER_NOISE)
+    apply(model, cost)
+
+
+@jit
+def _equation(model, replica, iterations, output, prefilled, context, work):
+    """Fill the row: seconds of each part of a stretch if all factors were 1."""
+    row, prior = model["row"], model["prior"]
+    batch = output / iterations
+    chunk = max(1.0, replica["token_budget"] - batch)
+    mixed = min(iterations, np.ceil(prefilled / chunk))  # iterations with a piece of a prompt
+    base = prior["base_ms"]
+    tokens = (iterations - mixed) * (token_ms(prior, batch) - base)
+    if mixed > 0.0:
+        tokens += mixed * (token_ms(prior, batch + prefilled / mixed) - base)
+    row[BASE] = iterations * base * 1e-3
+    row[TOKEN] = tokens * 1e-3
+    row[CONTEXT] = iterations * context * prior["per_context_ms"] * 1e-3
+    row[PREFILL] = work * prior["per_prefill_ms"] * 1e-3
+    row[OVERHEAD] = 0.0
+
+
+@jit
+def _learn(model, seconds, now, noise):
+    """One step of the filter: the row times the factors is ``seconds``, more or less."""
+    row, gain, factors, covariance = (
+        model["row"], model["gain"], model["factors"], model["covariance"],
+    )  # fmt: skip
+    elapsed = max(0.0, now - model["updated_at"]) if model["equations"] > 0 else 0.0
+    model["updated_at"] = now
+    model["equations"] += 1
+    expected = 0.0
+    for i in range(N_FACTORS):
+        expected += row[i] * factors[i]
+        covariance[i, i] += OWN_DRIFT * elapsed
+        for j in range(OVERHEAD):
+            if i < OVERHEAD:
+                covariance[i, j] += COMMON_DRIFT * elapsed
+    variance = 0.0
+    for i in range(N_FACTORS):
+        total = 0.0
+        for j in range(N_FACTORS):
+            total += covariance[i, j] * row[j]
+        gain[i] = total
+        variance += row[i] * total
+    sd = noise * max(seconds, expected) + NOISE_S
+    variance += sd * sd
+    off = seconds - expected
+    error = min(abs(off) / max(seconds, 1e-6), 10.0)
+    model["error"] += max(ERROR_STEP, 1.0 / model["equations"]) * (error - model["error"])
+    limit = SURPRISE * np.sqrt(variance)
+    surprised = abs(off) > limit
+    off = min(max(off, -limit), limit)
+    for i in range(N_FACTORS):
+        factors[i] = max(LEAST, factors[i] + gain[i] / variance * off)
+    for i in range(N_FACTORS):
+        for j in range(N_FACTORS):
+            if surprised:
+                if covariance[i, i] < MAX_VARIANCE and covariance[j, j] < MAX_VARIANCE:
+                    covariance[i, j] *= 1.3
+            else:
+                covariance[i, j] -= gain[i] * gain[j] / variance
+
+
+@jit
+def apply(model, cost):
+    """Write the cost model that follows from the factors."""
+    factors, prior = model["factors"], model["prior"]
+    cost["base_ms"] = prior["base_ms"] * factors[BASE]
+    cost["per_token_ms"] = prior["per_token_ms"] * factors[TOKEN]
+    cost["per_context_ms"] = prior["per_context_ms"] * factors[CONTEXT]
+    cost["per_prefill_ms"] = prior["per_prefill_ms"] * factors[PREFILL]
+    for k in range(MAX_KNOTS):
+        cost["slope_ms"][k] = prior["slope_ms"][k] * factors[TOKEN]

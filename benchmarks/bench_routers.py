@@ -23,7 +23,7 @@ import numpy as np
 
 from tailrace import scenario as scenarios
 from tailrace.bench.prompts import Prompt, PromptWriter, Spoken, spoken
-from tailrace.config import Scenario
+from tailrace.config import Replica, Scenario
 from tailrace.emulate import tokenizer
 from tailrace.emulate.job import Job
 from tailrace.emulate.metrics import Meter
@@ -97,15 +97,20 @@ class World:
 
     def __init__(
         self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int,
-        by_session: bool, share: bool,
+        by_session: bool, share: bool, *, told: bool = True, learn: bool = True,
     ) -> None:  # fmt: skip
+        """``told``: the routers' settings say how fast the servers are; ``learn``: if not, they
+        find out."""
         self._clock = Clock()
         servers = resolved(scenario.cluster)
         self._replicas = [
             EmulatedReplica(i, server, self._clock, Meter(1.0)) for i, server in enumerate(servers)
         ]
         backends = [
-            BackendSettings(url=f"http://h:{i + 1}", server=s) for i, s in enumerate(servers)
+            BackendSettings(
+                url=f"http://h:{i + 1}", server=s if told else Replica(num_blocks=s.num_blocks)
+            )
+            for i, s in enumerate(servers)
         ]
         settings = ChooserSettings(policy=policy, limit_ms=1e6)
         self._routers = []
@@ -113,8 +118,9 @@ class World:
         for number in range(routers):
             worker_view = shared.of(number) if shared is not None else None
             cluster = ClusterState(
-                backends, self._clock.now, seed=1000 * seed + number, worker_view=worker_view
-            )
+                backends, self._clock.now, seed=1000 * seed + number, worker_view=worker_view,
+                learn_speeds=learn,
+            )  # fmt: skip
             self._routers.append((cluster, Chooser(cluster, settings, warm_up=False)))
             self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, cluster))
         self._chance = random.Random(seed)
@@ -123,6 +129,7 @@ class World:
         self._children: dict[int, list[int]] = {}
         self._so_far: dict[int, Spoken] = {}
         self._left = len(table.rows)
+        self.arrived_s = np.zeros(len(table.rows))
         self.ttft_s = np.zeros(len(table.rows))
         self.e2e_s = np.zeros(len(table.rows))
         for row, about in enumerate(table.rows):
@@ -173,6 +180,7 @@ class World:
         assert job.first_s is not None
         attempt.usage(job.prompt_tokens, job.output_tokens, job.cached_tokens)
         attempt.close("done")
+        self.arrived_s[row] = arrived_s
         self.ttft_s[row] = job.first_s - arrived_s
         self.e2e_s[row] = now - arrived_s
         session = int(self._table.rows[row]["session"])

@@ -19,6 +19,7 @@ from tailrace.router.observe.rolling_window import (
 )
 from tailrace.router.observe.status import describe, describe_worker
 from tailrace.router.observe.telemetry import TTFT_BUCKETS
+from tailrace.router.state.server_speeds import ServerSpeed
 from tailrace.router.workers import aggregate
 
 ROOT = Path(__file__).parents[3]
@@ -334,7 +335,8 @@ def exported_names():
     observed.telemetry.request_done(observed.attempt(), 200, "done", "chat")
     observed.telemetry.retried(0, "connect")
     observed.telemetry.shed("queue")
-    observed.set(0, running=1, waiting=1, kv_used=0.1, metrics_age_s=0.0)
+    known = ServerSpeed("learned", 0.01, 5e3, uncertainty=0.1, error=0.1, unexplained=False)
+    observed.set(0, running=1, waiting=1, kv_used=0.1, metrics_age_s=0.0, known=known)
     return {name for name, _ in samples(observed)}
 
 

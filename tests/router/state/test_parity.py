@@ -32,7 +32,7 @@ class Twin(PolicyDispatcher):
     ) -> None:
         super().__init__(registry.get(policy), table, replicas, router, 0)
         self.clock = Clock()
-        self.cluster = ClusterState(backends(*replicas), self.clock)
+        self.cluster = ClusterState(backends(*replicas), self.clock, learn_speeds=False)
         self.chooser = new_chooser(self.cluster, policy, guard=False, range_deviations=1e6)
         self.arrivals: dict[int, Arrival] = {}
         self.attempts: dict[int, Attempt] = {}

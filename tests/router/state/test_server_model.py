@@ -164,8 +164,9 @@ def test_times_that_follow_no_cost_model_are_flagged() -> None:
     cost = cluster.costs[0]
     for k in range(200):
         serial, now = k << 8, 10.0 * k
-        server_model.sent(models, 0, 0, cluster.replicas[0], marks, serial, now)
-        arguments = (models, 0, 0, cluster.replicas[0], cost, marks, serial)
+        views = cluster.replicas.reshape(1, 1)
+        server_model.sent(models, views, 0, 0, marks, serial, now)
+        arguments = (models, views, 0, 0, cost, marks, serial)
         server_model.first_token(*arguments, now + 0.1, 100, 0)
         server_model.ended(*arguments, now + 0.1 + float(rng.choice([0.01, 5.0])), 50)
     cluster.models[0] = models[0, 0]
@@ -181,14 +182,14 @@ def test_two_workers_learn_from_what_both_send() -> None:
         ClusterState(backends(Replica()), Clock(), worker_view=shared.of(worker))
     marks = np.zeros(64, server_model.MARK)
     cost = replica_costs([Replica()])[0]
-    view = shared.replicas[2, 0]
+    both = shared.models, shared.replicas
     for worker in (0, 1):
-        view["token_budget"], view["speed"] = 512, 1.0
-        server_model.sent(shared.models, worker, 0, view, marks, worker << 8, 0.0)
-        server_model.first_token(
-            shared.models, worker, 0, view, cost, marks, worker << 8, 0.1 * (worker + 1), 1000, 0
-        )
+        shared.replicas[worker, 0]["context_tokens"] = 300
+        serial = worker << 8
+        server_model.sent(*both, worker, 0, marks, serial, 0.0)
+        server_model.first_token(*both, worker, 0, cost, marks, serial, 0.1 * worker, 1000, 0)
     assert marks[1]["first"]["prefilled"] == 2000
+    assert marks[1]["first"]["context"] == 600
 
 
 def test_it_is_kept_over_a_restart(tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ REPLICA_METRICS: tuple[tuple[_Type, str, str, Callable[[BackendSnapshot], float 
      lambda b: b.scrape_failures),
     (_GAUGE, "replica_index_tokens", "Tokens that the router's prefix index holds for it",
      lambda b: b.cached_tokens),
+    (_GAUGE, "replica_tpot_seconds", "Its time per output token in a batch of 8, as predicted",
+     lambda b: b.known.tpot_s if b.known else None),
+    (_GAUGE, "replica_prediction_error", "Relative error of its predicted times, moving mean",
+     lambda b: b.known.error if b.known else None),
 )  # fmt: skip
 
 

@@ -247,6 +247,7 @@ class ClusterState:
         """Use the first ``count`` rows of the shared state."""
         worker_view = self.worker_view
         self.replicas, self.seen = worker_view.replicas(count)
+        self._all_views = worker_view.shared.replicas[:, :count]
         self._all_models = worker_view.shared.models[:, :count]
         self.models = self._all_models[worker_view.worker]
         self.index = worker_view.index(count)
@@ -436,7 +437,7 @@ class ClusterState:
         )  # fmt: skip
         found: tuple[float, int] = kernels.opened(
             self._attempt, self.replicas, self.routers, index.entries, index.slots, index.totals,
-            self.beliefs, runs.keys, runs.units, self.seen,
+            self.beliefs, runs.keys, runs.units, self._all_views,
             self._all_models, self._marks,
         )  # fmt: skip
         waiting = self.waiting[replica]
@@ -455,8 +456,9 @@ class ClusterState:
                 entry.streamed, 0, entry.serial, self.worker_view.worker,
             )  # fmt: skip
             kernels.answered(
-                self._attempt, self.replicas, self.costs, self.seen, self._all_models, self._marks
-            )
+                self._attempt, self.replicas, self.costs, self._all_views, self._all_models,
+                self._marks,
+            )  # fmt: skip
             self._left_queue(r, entry.serial)
 
     def streamed(self, entry: LedgerEntry, n: int) -> None:
@@ -481,7 +483,7 @@ class ClusterState:
         )  # fmt: skip
         decode_s = kernels.ended(
             self._attempt, self.request, self.replicas, self.costs, self.routers, index.entries,
-            index.slots, index.totals, self.beliefs, runs.keys, runs.units, self.seen,
+            index.slots, index.totals, self.beliefs, runs.keys, runs.units, self._all_views,
             self._all_models, self._marks,
         )  # fmt: skip
         self._left_queue(r, entry.serial)

@@ -408,7 +408,7 @@ def _weigh(gain, best, reason, ours, theirs, d):
 
 @jit
 def opened(
-    attempt, replicas, routers, entries, slots, totals, beliefs, keys, units, seen, models, marks
+    attempt, replicas, routers, entries, slots, totals, beliefs, keys, units, views, models, marks
 ):  # fmt: skip
     """A request leaves for a replica.
 
@@ -419,7 +419,7 @@ def opened(
     r, now, prompt, cached = t["replica"], t["now"], t["prompt_tokens"], t["cached_tokens"]
     branch_at, total = t["branch_at"], t["total_units"]
     replica, parts = replicas[r], beliefs[r]["caching"]
-    server_model.sent(models, t["worker"], r, seen[r], marks, t["serial"], now)
+    server_model.sent(models, views, t["worker"], r, marks, t["serial"], now)
     ledger.sent(replica, prompt, cached, ledger.whole_tokens(t["predicted_output"]), now)
     routers[MAIN]["decisions"] += 1
     used_at = -np.inf
@@ -462,14 +462,14 @@ def _remove(entries, slots, totals, key):
 
 
 @jit
-def answered(attempt, replicas, costs, seen, models, marks):
+def answered(attempt, replicas, costs, views, models, marks):
     """Its first ``streamed`` tokens have come back; ``answering`` = 1: or are presumed to have."""
     t = attempt[0]
     r, prompt, cached = t["replica"], t["prompt_tokens"], t["cached_tokens"]
     replica = replicas[r]
     if t["answering"] == 0:
         server_model.first_token(
-            models, t["worker"], r, seen[r], costs[r], marks, t["serial"], t["now"], prompt, cached
+            models, views, t["worker"], r, costs[r], marks, t["serial"], t["now"], prompt, cached
         )
         follow_cost(replica, costs[r])
     ledger.answering(replica, prompt, cached, t["sent_at"])
@@ -486,7 +486,7 @@ def follow_cost(replica, cost):
 @jit
 def ended(
     attempt, request, replicas, costs, routers, entries, slots, totals, beliefs, keys, units,
-    seen, models, marks,
+    views, models, marks,
 ):  # fmt: skip
     """A request has ended, or was lost on the way.
 
@@ -498,7 +498,7 @@ def ended(
     decode_s = _decode_s(View(request[0], replicas, costs, routers[MAIN]), r)
     if output >= 0:
         server_model.ended(
-            models, t["worker"], r, seen[r], costs[r], marks, t["serial"], t["now"], output
+            models, views, t["worker"], r, costs[r], marks, t["serial"], t["now"], output
         )
         follow_cost(replica, costs[r])
     if t["answering"] == 0:

@@ -107,39 +107,44 @@ def _slot(marks, serial):
 
 
 @jit
-def _note(done, models, r, replica, now):
+def _note(done, models, replicas, r, now):
     done["at"] = now
-    done["output"] = (
-        replica["finished_tokens"] + replica["context_tokens"] - replica["answering_prompts"]
-    )
-    done["prefilled"] = done["prefill_work"] = 0.0
+    done["output"] = done["prefilled"] = done["prefill_work"] = 0.0
+    done["context"] = done["decodes"] = 0.0
     for w in range(models.shape[0]):
+        replica = replicas[w, r]
+        streamed = replica["context_tokens"] - replica["answering_prompts"]
+        done["output"] += replica["finished_tokens"] + streamed
         done["prefilled"] += models[w, r]["prefilled"]
         done["prefill_work"] += models[w, r]["prefill_work"]
-    done["context"] = replica["context_tokens"]
-    done["decodes"] = replica["in_flight"] - replica["queued"]
+        done["context"] += replica["context_tokens"]
+        done["decodes"] += replica["in_flight"] - replica["queued"]
 
 
 @jit
-def sent(models, me, r, replica, marks, serial, now):
+def sent(models, replicas, me, r, marks, serial, now):
     """Worker ``me`` sends a request to replica ``r``; the ledger does not have it yet.
 
-    ``models`` [w, n] of all workers; ``replica``: a REPLICA_VIEW, what all workers do there.
+    ``models`` [w, n] and ``replicas`` [w or more, n] REPLICA_VIEW of all workers.
     """
     if models[me, r]["learns"] == 0:
         return
     mark = marks[_slot(marks, serial)]
     mark["serial"] = serial
-    _note(mark["sent"], models, r, replica, now)
+    _note(mark["sent"], models, replicas, r, now)
     # Of the prompt that is being prefilled, about half is done.
-    mark["sent"]["begun"] = 0.5 * replica["queued_uncached"] / max(1, replica["queued"])
+    uncached, queued = np.int64(0), np.int64(0)
+    for w in range(models.shape[0]):
+        uncached += replicas[w, r]["queued_uncached"]
+        queued += replicas[w, r]["queued"]
+    mark["sent"]["begun"] = 0.5 * uncached / max(1, queued)
     mark["first"]["at"] = -np.inf
 
 
 @jit
-def first_token(models, me, r, replica, cost, marks, serial, now, prompt, cached):
+def first_token(models, replicas, me, r, cost, marks, serial, now, prompt, cached):
     """The first token of a stream has come; the ledger still has it among the queued."""
-    model = models[me, r]
+    model, replica = models[me, r], replicas[me, r]
     if model["learns"] == 0:
         return
     uncached = float(prompt - cached)
@@ -149,7 +154,7 @@ def first_token(models, me, r, replica, cost, marks, serial, now, prompt, cached
     if mark["serial"] != serial:
         return
     before, after = mark["sent"], mark["first"]
-    _note(after, models, r, replica, now)
+    _note(after, models, replicas, r, now)
     prefilled = max(uncached, after["prefilled"] - before["prefilled"] - before["begun"])
     output = max(0.0, after["output"] - before["output"])
     decodes = 0.5 * (before["decodes"] + after["decodes"])
@@ -168,9 +173,9 @@ def first_token(models, me, r, replica, cost, marks, serial, now, prompt, cached
 
 
 @jit
-def ended(models, me, r, replica, cost, marks, serial, now, output):
+def ended(models, replicas, me, r, cost, marks, serial, now, output):
     """A stream is complete after ``output`` tokens; the ledger still has it."""
-    model = models[me, r]
+    model, replica = models[me, r], replicas[me, r]
     mark = marks[_slot(marks, serial)]
     before, after = mark["first"], mark["sent"]
     if model["learns"] == 0 or mark["serial"] != serial or before["at"] == -np.inf:
@@ -178,7 +183,7 @@ def ended(models, me, r, replica, cost, marks, serial, now, output):
     mark["serial"] = -1
     if output < 2:
         return
-    _note(after, models, r, replica, now)
+    _note(after, models, replicas, r, now)
     iterations = output - 1.0
     tokens = max(iterations, after["output"] - before["output"])
     prefilled = max(0.0, after["prefilled"] - before["prefilled"])

@@ -133,11 +133,11 @@ def sent(models, replicas, me, r, marks, serial, now):
     mark["serial"] = serial
     _note(mark["sent"], models, replicas, r, now)
     # Of the prompt that is being prefilled, about half is done.
-    uncached, queued = np.int64(0), np.int64(0)
+    uncached, queued = 0.0, 1e-9
     for w in range(models.shape[0]):
         uncached += replicas[w, r]["queued_uncached"]
         queued += replicas[w, r]["queued"]
-    mark["sent"]["begun"] = 0.5 * uncached / max(1, queued)
+    mark["sent"]["begun"] = 0.5 * uncached / queued
     mark["first"]["at"] = -np.inf
 
 
@@ -215,6 +215,8 @@ def _equation(model, replica, iterations, output, prefilled, context, work):
 @jit
 def _learn(model, seconds, now, noise):
     """One step of the filter: the row times the factors is ``seconds``, more or less."""
+    if seconds <= 0.0:
+        return  # too quick for the clock
     row, gain, factors, covariance = (
         model["row"], model["gain"], model["factors"], model["covariance"],
     )  # fmt: skip

@@ -23,7 +23,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs test-docs demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
+.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -79,6 +79,9 @@ docs: $(DOCS)/.installed ## the pages and the Python reference as a site in buil
 
 test-docs: $(STAMP) ## run every command of README and pages (a quarter of an hour)
 	$(PYTEST) -m docs tests/test_commands.py
+
+test-deploy: $(STAMP) ## the steps of deploy/Containerfile in a clean folder, then the router from there (three minutes; needs root)
+	$(PYTEST) -m deploy tests/test_deploy.py
 
 test-interpreted: $(STAMP) ## the tests small enough to run without the compiler, with coverage
 	NUMBA_DISABLE_JIT=1 $(PYTEST) $(KERNEL_TESTS) $(SPREAD) -m "not compiled" --cov --cov-report=term:skip-covered

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import tailrace as tr
+from learn.tiny import scenario_file
 from tailrace import api
 
 STATES = Path(tr.__file__).parents[2] / "examples" / "states"
@@ -66,3 +67,46 @@ def test_a_frame_without_pandas_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(tr.TailraceError, match=r"to_frame\(\) needs pandas; to_arrow\(\) does not"):
         tr.simulate("demo", "round_robin", requests=5).to_frame()
+
+
+def test_a_frame_has_the_rows_of_the_table():
+    pandas = pytest.importorskip("pandas")
+    run = tr.simulate("demo", "round_robin", requests=5)
+    frame = run.to_frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame.columns) == run.to_arrow().column_names
+    assert len(frame) == 5
+
+
+#: A run that takes a moment.
+TINY_TRAINING = {
+    "updates": 1,
+    "network": {"hidden": 8, "attention": 4, "scorer_hidden": 4, "value_hidden": 4},
+    "demonstrations": {"rounds": 1, "worlds": 2, "decisions": 60, "warmup": 30, "epochs": 2},
+    "branching": {
+        "worlds": 2,
+        "states": 4,
+        "gap": 8,
+        "warmup": 30,
+        "epochs": 1,
+        "minibatch": 16,
+        "min_horizon_s": 1.0,
+        "max_horizon_s": 2.0,
+    },
+    "evaluation": {"worlds": 1, "requests": 120, "baselines": ["least_outstanding"]},
+}
+
+
+@pytest.mark.compiled
+def test_a_policy_is_trained(tmp_path, short_sketches):
+    pytest.importorskip("torch")
+    scenario = scenario_file(tmp_path)
+    found = tr.train(
+        folder=tmp_path / "run", seed=1, scenarios=[scenario], settings=TINY_TRAINING, jobs=1
+    )
+    assert found.best.is_file()
+    assert found.score > 0.0
+    assert found.to_arrow().num_rows > 0
+    assert tr.load_policy(found.best).name
+    with pytest.raises(tr.TailraceError):  # its folder holds a run now
+        tr.train(folder=tmp_path / "run", jobs=1)

@@ -157,4 +157,6 @@ def _where_kept() -> str:
 
     if compiled.CACHE is None:
         return f" (not kept: {compiled.NO_CACHE_REASON})"
+    if not os.access(compiled.CACHE, os.W_OK):
+        return f" (not kept: {compiled.CACHE} is read-only)"
     return f" (kept in {compiled.CACHE})"

@@ -13,8 +13,10 @@ from typing import Any
 import numba
 
 from tailrace import compiled
+from tailrace.net.chunk_kernel import RequestChunks
 from tailrace.policy.learned import inference
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
+from tailrace.router.intake import model_field
 from tailrace.router.intake.fast_body import BodyReader
 from tailrace.router.proxy.large_bodies import LargeBodies
 from tailrace.router.settings import BackendSettings
@@ -34,6 +36,8 @@ def compile_readers() -> None:
     inference.run_listed.compile(numbers)
     BodyReader()
     LargeBodies().close()
+    RequestChunks().feed(b"0\r\n\r\n")
+    model_field.is_clear(b"{}")
 
 
 def compile_choosers() -> None:

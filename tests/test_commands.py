@@ -133,9 +133,9 @@ def test_the_command_runs(folder: Path, tmp_path: Path, page: str, command: str)
         assert body is not None
         assert isinstance(json.loads(body[1]), dict)
         return
-    if command.startswith("tailrace train"):  # its folder must be new
-        place = tmp_path / "reader"
-        folder = shutil.copytree(folder, place, ignore=shutil.ignore_patterns("quick-0"))
+    if command.startswith(("tailrace train", "tailrace evaluate")):  # their folders must be new
+        written = shutil.ignore_patterns("quick-0", "mine", "results*")
+        folder = shutil.copytree(folder, tmp_path / "reader", ignore=written)
     code, output = run(folder, command, LIMIT_S)
     assert code in (0, None), output
     assert "Traceback" not in output

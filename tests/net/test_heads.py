@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tailrace.net.client import Pool
 from tailrace.net.framing import BrokenMessageError, ChunkedReader, LengthReader, chunk, chunk_size
 from tailrace.net.heads import (
     RefusedError,
@@ -15,8 +16,17 @@ from tailrace.net.heads import (
     is_request_id,
     parse_request,
     parse_response,
-    upstream_head,
 )
+from tailrace.net.origin import Origin
+
+
+def upstream_head(
+    request: RequestHead, url: str, body_bytes: int, request_id: bytes, api_key: str | None = None
+) -> bytes:
+    pool = Pool(Origin.parse(url), connect_s=1.0, api_key=api_key)
+    first = pool.request_head(request, body_bytes, request_id)
+    assert pool.request_head(request, body_bytes, request_id) == first  # the second is cached
+    return first
 
 
 def head(*lines: str, start: str = "POST /v1/completions HTTP/1.1", host: bool = True) -> bytes:
@@ -98,7 +108,7 @@ def test_an_upgrade_is_ignored_and_its_body_still_measured() -> None:
              "Content-Length: 5")
     )  # fmt: skip
     assert request.length == 5
-    out = upstream_head(request, b"b:1", b"", 5, b"id", None)
+    out = upstream_head(request, "http://b:1", 5, b"id")
     assert b"pgrade" not in out
     assert b"ettings" not in out
 
@@ -106,7 +116,7 @@ def test_an_upgrade_is_ignored_and_its_body_still_measured() -> None:
 def test_an_absolute_address_does_not_say_where_a_request_goes() -> None:
     request = parse_request(head(start="GET http://evil/v1/models?a=b HTTP/1.1"))
     assert request.target == b"/v1/models?a=b"
-    out = upstream_head(request, b"b:1", b"/base", 0, b"id", None)
+    out = upstream_head(request, "http://b:1/base", 0, b"id")
     assert out.startswith(b"GET /base/v1/models?a=b HTTP/1.1\r\nhost: b:1\r\n")
     assert b"evil" not in out
 
@@ -117,21 +127,21 @@ def test_the_head_for_a_backend() -> None:
              "Keep-Alive: 5", "Proxy-Authorization: p", "Authorization: Bearer k", "Accept: */*",
              "X-Request-Id: mine", "Transfer-Encoding: chunked", "Expect: 100-continue")
     )  # fmt: skip
-    lines = upstream_head(request, b"b:1", b"", 7, b"mine", None).lower().split(b"\r\n")
+    lines = upstream_head(request, "http://b:1", 7, b"mine").lower().split(b"\r\n")
     assert lines[1:-2] == [
         b"host: b:1", b"authorization: bearer k", b"accept: */*", b"x-request-id: mine",
         b"content-length: 7",
     ]  # fmt: skip
-    own = upstream_head(request, b"b:1", b"", 7, b"mine", b"Bearer own")
+    own = upstream_head(request, "http://b:1", 7, b"mine", "own")
     assert own.count(b"uthorization") == 1
     assert b"authorization: Bearer own\r\n" in own
 
 
 def test_a_request_without_a_body_gets_no_length() -> None:
     request = parse_request(head(start="GET / HTTP/1.1"))
-    assert b"content-length" not in upstream_head(request, b"b", b"", 0, b"i", None)
+    assert b"content-length" not in upstream_head(request, "http://b", 0, b"i")
     request = parse_request(head("Content-Length: 0"))
-    assert b"content-length: 0\r\n" in upstream_head(request, b"b", b"", 0, b"i", None)
+    assert b"content-length: 0\r\n" in upstream_head(request, "http://b", 0, b"i")
 
 
 def answer(*lines: str, start: str = "HTTP/1.1 200 OK") -> bytes:
@@ -279,7 +289,7 @@ def test_any_head_is_read_or_refused(pieces: list[bytes]) -> None:
         request = parse_request(data)
     except RefusedError:
         return
-    out = upstream_head(request, b"b", b"", request.length, b"id", None)
+    out = upstream_head(request, "http://b", request.length, b"id")
     # What we send is one head, which a second parser reads as the same message.
     assert out.count(b"\r\n\r\n") == 1
     again = parse_request(out)

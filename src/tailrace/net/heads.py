@@ -60,8 +60,8 @@ class RefusedError(Exception):
 class RequestHead:
     """Head of a request, as the client sent it."""
 
-    __slots__ = ("_passed", "chunked", "expects_continue", "headers", "http10", "keep_alive",
-                 "length", "lower", "memo", "method", "path", "sized", "target")  # fmt: skip
+    __slots__ = ("chunked", "expects_continue", "headers", "http10", "keep_alive", "length",
+                 "lower", "memo", "method", "path", "sized", "target")  # fmt: skip
 
     def __init__(self) -> None:
         self.method = b""
@@ -82,17 +82,24 @@ class RequestHead:
         """Whether the client declared a body, by a length or as chunked."""
         self.memo: Any = None
         """What the service has found out about the head, which many requests share."""
-        self._passed: dict[bool, bytes] = {}
 
     def passed(self, *, keys: bool) -> bytes:
-        """Return the header lines to pass on to a backend, each with CRLF before it.
+        """Build the header lines to pass on to a backend, each with CRLF before it.
 
         ``keys``: the client's keys are passed on too.
         """
-        lines = self._passed.get(keys)
-        if lines is None:
-            lines = self._passed[keys] = _passed_lines(self, keys)
-        return lines
+        dropped = HOP_BY_HOP | _OURS
+        if b"connection" in self.lower:
+            named = connection_tokens(self.headers)
+            # End-to-end headers cannot be removed by naming them in Connection.
+            dropped = dropped | (named - {b"authorization", b"content-type", b"accept"})
+        if not keys:
+            dropped = dropped | KEY_HEADERS
+        return b"".join(
+            b"\r\n%b: %b" % (name, value)
+            for name, value in self.headers
+            if name.lower() not in dropped
+        )
 
     # Called by httptools.
     def on_url(self, url: bytes) -> None:
@@ -220,19 +227,18 @@ def is_request_id(value: bytes) -> bool:
     return 0 < len(value) <= 128 and all(33 <= c <= 126 for c in value)
 
 
-def upstream_head(
+def upstream_start(
     request: RequestHead,
     backend: bytes,
     prefix: bytes,
-    body_bytes: int,
-    request_id: bytes,
     authorization: bytes | None,
     *,
     keys: bool = True,
 ) -> bytes:
-    """Build the head for a backend: its own host, our framing, no hop-by-hop headers.
+    """Build the head for a backend, up to the request id: its own host, no hop-by-hop headers.
 
     ``keys``: the client's keys are passed on, unless there is an ``authorization`` of the backend.
+    The id and our own framing follow, see ``Pool.request_head``.
     """
     passed = request.passed(keys=keys and authorization is None)
     start = b"%b %b%b HTTP/1.1\r\nhost: %b%b" % (
@@ -240,26 +246,7 @@ def upstream_head(
     )  # fmt: skip
     if authorization is not None:
         start += b"\r\nauthorization: " + authorization
-    if body_bytes or request.sized:
-        return b"%b\r\nx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
-            start, request_id, body_bytes,
-        )  # fmt: skip
-    return b"%b\r\nx-request-id: %b\r\n\r\n" % (start, request_id)
-
-
-def _passed_lines(request: RequestHead, keys: bool) -> bytes:
-    dropped = HOP_BY_HOP | _OURS
-    if b"connection" in request.lower:
-        named = connection_tokens(request.headers)
-        # End-to-end headers cannot be removed by naming them in Connection.
-        dropped = dropped | (named - {b"authorization", b"content-type", b"accept"})
-    if not keys:
-        dropped = dropped | KEY_HEADERS
-    return b"".join(
-        b"\r\n%b: %b" % (name, value)
-        for name, value in request.headers
-        if name.lower() not in dropped
-    )
+    return start + b"\r\nx-request-id: "
 
 
 class ResponseHead:

@@ -40,20 +40,23 @@ _log = logging.getLogger("tailrace.router")
 class HttpRequest:
     """A complete request."""
 
-    __slots__ = ("body", "client", "head", "path")
+    __slots__ = ("body", "client", "head")
 
     def __init__(self, head: RequestHead, body: bytes, client: "ClientConnection") -> None:
         self.head = head
         self.body = body
         self.client = client
-        self.path = head.path
+
+    @property
+    def path(self) -> bytes:
         """Target without its query."""
+        return self.head.path
 
     def drop_body(self) -> None:
         """Free the body: it will not be sent (again)."""
         if self.body:
             self.body = b""
-            self.client.release_body()
+            self.client.hold(0)
 
 
 class Work(Protocol):
@@ -167,11 +170,11 @@ class ClientConnection(asyncio.Protocol):
         if not keep or self._closing:
             self._closing = True
             self._ahead = b""
-            self._hold(0)
+            self.hold(0)
             transport.close()
             return
         if self.held or self._body_held:
-            self._hold(0)
+            self.hold(0)
         self._deadline = self._service.now + self._service.limits.idle_s
         if self._reading:
             return
@@ -180,16 +183,12 @@ class ClientConnection(asyncio.Protocol):
         elif self._eof:
             transport.close()
 
-    def release_body(self) -> None:
-        """Take note that the body of the current request is no longer held."""
-        self._hold(0)
-
     def abort(self) -> None:
         """Reset the connection, so that the client sees that its response is incomplete."""
         self.busy = self.probing = False
         self._work = None
         self._ahead = b""
-        self._hold(0)
+        self.hold(0)
         if self._transport is not None:
             self._transport.abort()
 
@@ -329,7 +328,7 @@ class ClientConnection(asyncio.Protocol):
         if self._stalled:
             return  # resume_writing goes on
         data, self._ahead = self._ahead, b""
-        self._hold(0)
+        self.hold(0)
         if self._paused:
             self._paused = False
             if not self._eof:
@@ -343,10 +342,10 @@ class ClientConnection(asyncio.Protocol):
     def _keep_ahead(self, data: bytes) -> None:
         """Keep what has come ahead of its turn; beyond AHEAD_BYTES, read no more."""
         self._ahead = data
-        if not self._hold(self._body_held):
+        if not self.hold(self._body_held):
             self._ahead = b""  # these requests are not begun; clients repeat them
             self._closing = True
-            self._hold(self._body_held)
+            self.hold(self._body_held)
             if not self.busy and self._transport is not None:
                 self._transport.close()
             return
@@ -470,7 +469,7 @@ class ClientConnection(asyncio.Protocol):
                 raise RefusedError(400, "the chunks are smaller than their framing")
         if not reader.done:
             body += part
-            if not self._hold(len(body)):
+            if not self.hold(len(body)):
                 raise RefusedError(503, TOO_MUCH)
             if len(data) > TURN_BYTES:
                 self._end_turn()
@@ -496,19 +495,18 @@ class ClientConnection(asyncio.Protocol):
         if transport is not None and not (transport.is_closing() or self._paused or self._eof):
             transport.resume_reading()
 
-    def _hold(self, body_bytes: int) -> bool:
-        """Count the body bytes held, and what has come ahead; False: it is too much."""
+    def hold(self, body_bytes: int) -> bool:
+        """Count the bytes of the body, and what has come ahead; False: it is too much."""
         self._body_held = body_bytes
         service = self._service
-        size = body_bytes + len(self._ahead)
-        if size == self.held:
-            return True
-        budget = service.held
-        if size < self.held:
-            budget.used += size - self.held
+        size = body_bytes + len(self._ahead) if self._ahead else body_bytes
+        more = size - self.held
+        if more > 0:
+            return service.held.hold(self, size, service.limits.bodies_bytes)
+        if more:
+            service.held.used += more
             self.held = size
-            return True
-        return budget.hold(self, size, service.limits.bodies_bytes)
+        return True
 
     def _drop_upload(self) -> None:
         """Forget the request that is being received."""
@@ -516,7 +514,7 @@ class ClientConnection(asyncio.Protocol):
             self._service.held.receiving.discard(self)
             self._head = self._reader = None
             self._body = bytearray()
-        self._hold(0)
+        self.hold(0)
 
     def evict(self) -> None:
         """Refuse the request that is being received, to make room for others."""
@@ -527,8 +525,8 @@ class ClientConnection(asyncio.Protocol):
         self.busy = True
         self._answering = False
         self._head = head
-        if body and not self._hold(len(body)):
-            self._hold(0)
+        if body and not self.hold(len(body)):
+            self.hold(0)
             self._service.refused(503, TOO_MUCH)
             self.respond(head, 503, self.error_body(503, TOO_MUCH), extra=b"retry-after: 1\r\n")
             return

@@ -45,7 +45,8 @@ class FairQueue(Generic[T]):
     """Items that wait, by lane, priority and flow."""
 
     def __init__(self) -> None:
-        self._by_number: OrderedDict[int, QueuedItem[T]] = OrderedDict()
+        self.items: OrderedDict[int, QueuedItem[T]] = OrderedDict()
+        """All that wait, by number; to be read only."""
         self._numbers: dict[int, int] = {}  # id of an item -> its number
         # Lane -> priority -> flow -> number -> item, without empty parts.
         self._lanes: dict[Lane, dict[int, dict[str, OrderedDict[int, QueuedItem[T]]]]] = {}
@@ -55,7 +56,7 @@ class FairQueue(Generic[T]):
         self._next = 0
 
     def __len__(self) -> int:
-        return len(self._by_number)
+        return len(self.items)
 
     def __contains__(self, item: T) -> bool:
         return id(item) in self._numbers
@@ -66,7 +67,7 @@ class FairQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[QueuedItem[T]]:
         """All that wait, in the order of their arrival."""
-        return iter(self._by_number.values())
+        return iter(self.items.values())
 
     def push(
         self, item: T, *, flow: str = "", weight: float = 1.0, cost: float = 1.0,
@@ -82,13 +83,13 @@ class FairQueue(Generic[T]):
     def put_back(self, queued: QueuedItem[T]) -> None:
         """Queue what :meth:`pop` gave again, at its old place."""
         self._insert(queued)
-        self._by_number.move_to_end(queued.number, last=False)
+        self.items.move_to_end(queued.number, last=False)
         self._lanes[queued.lane][queued.priority][queued.flow].move_to_end(
             queued.number, last=False
         )
 
     def _insert(self, queued: QueuedItem[T]) -> None:
-        self._by_number[queued.number] = queued
+        self.items[queued.number] = queued
         self._numbers[id(queued.item)] = queued.number
         flows = self._lanes.setdefault(queued.lane, {}).setdefault(queued.priority, {})
         flows.setdefault(queued.flow, OrderedDict())[queued.number] = queued
@@ -116,12 +117,12 @@ class FairQueue(Generic[T]):
         number = self._numbers.get(id(item))
         if number is None:
             return False
-        self._take_out(self._by_number[number])
+        self._take_out(self.items[number])
         return True
 
     def _take_out(self, queued: QueuedItem[T]) -> None:
         number, flow = queued.number, queued.flow
-        del self._by_number[number], self._numbers[id(queued.item)]
+        del self.items[number], self._numbers[id(queued.item)]
         priorities = self._lanes[queued.lane]
         flows = priorities[queued.priority]
         del flows[flow][number]

@@ -18,6 +18,7 @@ from tailrace.net.chunk_kernel import RequestChunks
 from tailrace.net.client import FetchError
 from tailrace.net.head_cache import RequestHeadCache
 from tailrace.net.heads import RequestHead
+from tailrace.net.limits import plain
 from tailrace.net.server import ClientConnection, HttpRequest, Service, Work, error_body
 from tailrace.router import listening, process
 from tailrace.router.access import refusals
@@ -125,7 +126,7 @@ class Router:
             LIVE: self._respond_live, READY: self._respond_ready, MODELS: self._respond_models,
         }  # fmt: skip
         # What a listener needs (net.server.Service).
-        self.limits = settings.limits
+        self.limits = plain(settings.limits)
         self.heads = RequestHeadCache()
         self.held = ByteBudget()
         self._return_memory_at = math.inf
@@ -252,7 +253,11 @@ class Router:
         if self.draining:
             request.client.shutdown()  # the last one on this connection: the client turns elsewhere
         try:
-            route, client = self._route_and_client(request.head)
+            memo = request.head.memo
+            if memo is not None and memo[0] is self.keyring:  # as most of the time
+                _, route, client = memo
+            else:
+                route, client = self._route_and_client(request.head)
             kind = route.kind
             if client is not None:
                 why, wait_s = client.account.begin(self.clock())
@@ -501,7 +506,7 @@ class Router:
         self.configuration, self._wanted, self.behind = new, None, ""
         self.settings, self.routes, self.keyring, change = prepared
         settings = self.settings
-        self.limits = settings.limits
+        self.limits = plain(settings.limits)
         self.scraper.settings = settings.metrics
         if self._tasks and not self.scraper.running and settings.metrics.path != "off":
             self._spawn(self.scraper.run())

@@ -51,9 +51,9 @@ def telemetry(observed):
 
 
 def test_requests_of_clients_are_counted_by_their_names(observed, telemetry):
-    telemetry.client_done("team-a", "done", observed.attempt(1))
-    telemetry.client_done("team-a", "shed", None)
-    telemetry.client_done("team-b", "unheard of", None)
+    telemetry.request_done(observed.attempt(1), 200, "done", "chat", "team-a")
+    telemetry.request_done(None, 429, "shed", "chat", "team-a")
+    telemetry.request_done(None, 400, "unheard of", "chat", "team-b")
     found = samples(observed)
     assert found["tailrace_client_requests_total", ("team-a", "done")] == 1
     assert found["tailrace_client_requests_total", ("team-a", "shed")] == 1

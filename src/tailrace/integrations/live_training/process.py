@@ -102,16 +102,12 @@ class OutcomeSink:
         self._events, self._recorder = events, recorder
 
     def request_done(
-        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
+        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str, client: str = ""
     ) -> None:
         """A request is over."""
         if attempt is not None:
             self._recorder.over(attempt, outcome)
-        self._events.request_done(attempt, status, outcome, path_kind)
-
-    def client_done(self, client: str, outcome: str, attempt: Attempt | None) -> None:
-        """A request of a client with a key is over."""
-        self._events.client_done(client, outcome, attempt)
+        self._events.request_done(attempt, status, outcome, path_kind, client)
 
     def decided(self, decision: Decision) -> None:
         """A replica was chosen."""

@@ -20,7 +20,7 @@ _SCHEME = b"bearer"
 class Client:
     """Somebody with a key, and what it may use."""
 
-    __slots__ = ("_endings", "_models", "account", "explain", "name", "priorities", "restricted",
+    __slots__ = ("_endings", "account", "explain", "models", "name", "priorities", "restricted",
                  "weight")  # fmt: skip
 
     def __init__(self, settings: ClientSettings, account: Account) -> None:
@@ -32,14 +32,15 @@ class Client:
         self.account = account
         self.restricted = bool(settings.models)
         """Whether it may use some models only."""
-        self._models = frozenset(m for m in settings.models if not m.endswith("*"))
+        self.models = frozenset(m for m in settings.models if not m.endswith("*"))
+        """Models it may use, without those given by the beginning of their names."""
         self._endings = tuple(m[:-1] for m in settings.models if m.endswith("*"))
 
     def may_use(self, model: str) -> bool:
         """Whether it may use a model, by the name that clients see."""
         return (
             not self.restricted
-            or model in self._models
+            or model in self.models
             or any(model.startswith(start) for start in self._endings)
         )
 

@@ -118,6 +118,7 @@ class Chooser:
         """
         self.cluster = cluster
         self.settings = settings
+        self._limit_s = settings.limit_ms * 1e-3
         self._size = len(cluster)
         self.counts: Counter[str] = Counter()
         """Decisions, "fallback_CAUSE", "canary", "shadow" and "shadow_differs"."""
@@ -138,7 +139,8 @@ class Chooser:
         except BaseException:
             cluster.listeners = listeners
             raise
-        self._scores = np.zeros((4, len(cluster)))
+        self._columns = len(cluster)
+        self._scores = np.zeros((4, self._columns))
         self._strikes: Counter[int] = Counter()
         self._resting_until: dict[int, float] = {}
         if warm_up:
@@ -217,8 +219,9 @@ class Chooser:
 
     def _decide(self, arrival: Arrival, started: float) -> Decision | None:
         cluster, scores = self.cluster, self._scores
-        if scores.shape[1] != len(cluster.epochs):
-            self._scores = scores = np.zeros((4, len(cluster)))
+        if self._columns != len(cluster.epochs):
+            self._columns = len(cluster.epochs)
+            self._scores = scores = np.zeros((4, self._columns))
         now = cluster.clock()
         if cluster.due:
             cluster.catch_up(now)
@@ -229,7 +232,7 @@ class Chooser:
             self._judge(role, self._ask_python(role, scores[k.SCORES]))
         else:
             self._decide_compiled(role, arrival)
-            if time.perf_counter() - started > self.settings.limit_ms * 1e-3:
+            if time.perf_counter() - started > self._limit_s:
                 self._took_long(role, arrival)
         cause, chosen, runner_up, reason, feature, cached, ours, theirs, ttft_s, predicted = (
             _RESULTS.unpack_from(role.buffer, _RESULTS_AT)
@@ -263,7 +266,7 @@ class Chooser:
         """
         started = time.thread_time()
         self._decide_compiled(role, arrival)
-        if time.thread_time() - started > self.settings.limit_ms * 1e-3:
+        if time.thread_time() - started > self._limit_s:
             self._decide_compiled(role, arrival, k.CAUSE_TIME)
 
     def _role_for(self, arrival: Arrival) -> _Role:
@@ -278,10 +281,15 @@ class Chooser:
 
     def _fill(self, role: _Role, arrival: Arrival, cause: int = k.NO_CAUSE) -> None:
         """Write what a decision needs to know of the request into the role's record."""
-        runs = arrival.runs
+        runs, asked = arrival.runs, arrival.asked
+        max_output: float = _UNLIMITED
+        if not asked.generates:
+            max_output = 1.0
+        elif asked.max_tokens is not None:
+            max_output = asked.max_tokens
         _INPUTS.pack_into(
             role.buffer, 0, runs.branch_at, runs.total, self.cluster.counter.units_per_token,
-            _max_output(arrival.asked), cause,
+            max_output, cause,
         )  # fmt: skip
 
     def _show(self, role: _Role, arrival: Arrival) -> None:
@@ -326,7 +334,7 @@ class Chooser:
             self._failed(error)
             cause = k.CAUSE_ERROR
         ended = time.perf_counter()
-        if cause == k.NO_CAUSE and ended - started > self.settings.limit_ms * 1e-3:
+        if cause == k.NO_CAUSE and ended - started > self._limit_s:
             cause = k.CAUSE_TIME
         if cause == k.NO_CAUSE:
             self._strikes[role.row] = 0
@@ -430,9 +438,3 @@ def training_range(policy: LearnedPolicy, deviations: float) -> NDArray[np.float
     for name in policy.config.ignore:  # it does not look at these
         bounds[:, FEATURE_NAMES.index(name)] = (-np.inf, np.inf)
     return bounds.astype(np.float32)
-
-
-def _max_output(asked: RequestBody) -> float:
-    if not asked.generates:
-        return 1.0
-    return _UNLIMITED if asked.max_tokens is None else float(asked.max_tokens)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from typing import Any
 
 import numpy as np
@@ -92,10 +93,11 @@ class RequestBody:
     ids: int = 0
     """Token ids that ``data`` holds, four bytes each; 0: it holds text."""
 
-    @property
-    def generates(self) -> bool:
-        """Whether its response is generated token by token."""
-        return self.kind not in POOLING
+    generates: bool = dataclass_field(default=True, init=False)
+    """Whether its response is generated token by token."""
+
+    def __post_init__(self) -> None:
+        self.generates = self.kind not in POOLING
 
     def without_text(self) -> "RequestBody":
         """Return the same without prompt."""
@@ -119,6 +121,7 @@ def read_body(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Request
     """The same for a path whose kind is known."""
     request = _new(RequestBody)
     request.kind = kind
+    request.generates = kind not in POOLING
     if kind != OTHER or body[:1] == b"{":
         try:
             data = orjson.loads(body)

@@ -84,11 +84,8 @@ class TokenCounter:
         self.units_per_token = BYTES_PER_TOKEN / UNIT_BYTES
         """Units of content per token, over all models."""
         self._tokenizer = _load(tokenizer) if tokenizer is not None else None
-
-    @property
-    def reads_text(self) -> bool:
+        self.reads_text = self._tokenizer is not None
         """Whether it needs the prompt's text, not only its length."""
-        return self._tokenizer is not None
 
     def count(self, request: RequestBody, size: int) -> tuple[int, str]:
         """Return the prompt's tokens, at least 1, and how they are known; ``size`` in bytes."""

@@ -10,15 +10,13 @@ class EventSink(Protocol):
     """Sink for routing events. Replicas are given by number."""
 
     def request_done(
-        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
+        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str, client: str = ""
     ) -> None:
         """A client's request is over.
 
         ``attempt``: the last one, closed; None: the request was not routed, or not sent.
+        ``client``: the name of a client with a key, as in the settings.
         """
-
-    def client_done(self, client: str, outcome: str, attempt: Attempt | None) -> None:
-        """A request of a client with a key is over; called beside :meth:`request_done`."""
 
     def decided(self, decision: Decision) -> None:
         """A replica was chosen."""

@@ -150,20 +150,30 @@ class Telemetry:
         self.recent.append((self.clock(), decision))
 
     def request_done(
-        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str
+        self, attempt: Attempt | None, status: int, outcome: str, path_kind: str, client: str = ""
     ) -> None:
         """A client's request is over; ``attempt``: its last one, closed, if there was one."""
         replica = _NOWHERE if attempt is None else attempt.replica
         key = (path_kind, status, outcome, replica)
-        if key not in self.requests:
+        count = self.requests.get(key)
+        if count is None:
             key = _closed_key(*key)
-        self.requests[key] += 1
+            count = self.requests[key]
+        self.requests[key] = count + 1
+        if client:
+            self.client_requests[client, outcome if outcome in OUTCOMES else "other"] += 1
         if attempt is None:
             return
         if replica >= self.metrics.replicas:
             self.metrics.add_replicas(replica + 1)
-        cached, output = attempt.cached, attempt.output_tokens
-        self.prompt_tokens[replica] += attempt.known_prompt_tokens[0]
+        cached, output, prompt = attempt.cached, attempt.reported_output, attempt.reported_prompt
+        if output is None:
+            output = attempt.streamed
+        if prompt is None:
+            prompt = attempt.prompt_tokens
+        if client:
+            self.client_tokens[client] += prompt + output
+        self.prompt_tokens[replica] += prompt
         self.output_tokens[replica] += output
         self.believed_tokens[replica] += cached
         if attempt.reported_cached is not None:
@@ -171,7 +181,12 @@ class Telemetry:
             self.reported_tokens[replica] += attempt.reported_cached
         arrived_at, slot = attempt.arrival.arrived_at, self.window.present
         waited_s = attempt.sent_at - arrived_at
-        self.queue_wait.observe(waited_s if waited_s > 0 else 0.0)
+        if waited_s < 0:
+            waited_s = 0.0
+        # These two are observed by every request: `observe` would cost 0.5 us more.
+        waits, times = self.queue_wait, self.e2e
+        waits.counts[0][bisect_left(WAIT_BUCKETS, waited_s)] += 1
+        waits.sums[0] += waited_s
         # An estimated first token is not counted.
         first_at = None if attempt.estimated else attempt.first_at
         if first_at is not None:
@@ -180,18 +195,14 @@ class Telemetry:
             slot.ttft[bucket_of(ttft_s)] += 1
         last_at = attempt.last_at
         if outcome == "done" and last_at is not None:
-            e2e_s = max(0.0, last_at - arrived_at)
-            self.e2e.observe(e2e_s)
+            e2e_s = last_at - arrived_at
+            if e2e_s < 0:
+                e2e_s = 0.0
+            times.counts[0][bisect_left(E2E_BUCKETS, e2e_s)] += 1
+            times.sums[0] += e2e_s
             slot.e2e[bucket_of(e2e_s)] += 1
             if first_at is not None and output > 1:
                 self.tpot.observe(max(0.0, last_at - first_at) / (output - 1), replica)
-
-    def client_done(self, client: str, outcome: str, attempt: Attempt | None) -> None:
-        """A request of a client with a key is over. The names are those of the settings."""
-        self.client_requests[client, outcome if outcome in OUTCOMES else "other"] += 1
-        if attempt is not None:
-            tokens = attempt.known_prompt_tokens[0] + attempt.output_tokens
-            self.client_tokens[client] += tokens
 
     def retried(self, replica: int, cause: str) -> None:
         """A request is tried at another replica because of this one."""

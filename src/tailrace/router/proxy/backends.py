@@ -79,7 +79,7 @@ class Backend:
     def end(self) -> None:
         """Count a request that is over, however it ended."""
         self.active -= 1
-        if self.active < self.limit:
+        if self._full and self.active < self.limit:
             self._full.discard(self.index)
         if self._room is not None:
             self._room.give_back(self.index, limited=self.health.max_in_flight < NO_LIMIT)

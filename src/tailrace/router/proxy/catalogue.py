@@ -107,10 +107,11 @@ class ModelCatalogue:
     def place(self, name: str) -> Placement | None:
         """Return where the model that clients call ``name`` is served; None: there is no such."""
         places = self._places
-        if len(name) > LONGEST_NAME:
+        found = places.get(name)
+        if found is not None:
+            return found
+        if len(name) > LONGEST_NAME or name in places:
             return None
-        if name in places:
-            return places[name]
         if len(places) >= _MOST_PLACES:  # names come from clients
             places.clear()
         found = places[name] = self._place(name)

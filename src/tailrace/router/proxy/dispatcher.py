@@ -54,9 +54,9 @@ class RequestDispatcher:
             queue=Queue(settings.admission),
             retry_budget=RetryBudget(settings.retry),
             tokenize_probe=TokenizeProbe(backends.cluster.counter, settings.tokens),
-            explains=settings.explains,
             models=models,
         )
+        self.context.set_up(settings)
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
         self._mean_output = backends.cluster.mean_output  # tokens, as of the last sweep
@@ -163,7 +163,8 @@ class RequestDispatcher:
 
     def _check(self, client: Client, body: RequestBody, data: bytes) -> None:
         """Refuse what a client may not ask for; ``data``: the body as it is passed on."""
-        if client.restricted:
+        # What the compiled reader has read names no key twice.
+        if client.restricted and (body.data is None or body.model not in client.models):
             _check_model(client, body, data)
         if body.priority not in client.priorities:
             allowed = ", ".join(map(str, sorted(client.priorities)))
@@ -209,9 +210,8 @@ class RequestDispatcher:
         if refused.shed_cause:
             events.shed(refused.shed_cause)
         outcome = "shed" if refused.shed_cause else "refused"
-        if client is not None:
-            events.client_done(client.name, outcome, None)
-        events.request_done(None, refused.status, outcome, kind)
+        name = client.name if client is not None else ""
+        events.request_done(None, refused.status, outcome, kind, name)
         head = request.head
         body = errors.body(kind, refused.status, refused.why, refused.code, refused.param)
         request.client.respond(head, refused.status, body, extra=refused.headers)
@@ -243,10 +243,9 @@ class RequestDispatcher:
     def reload(self, settings: ServeSettings) -> None:
         """Go by other settings from now on."""
         context = self.context
-        context.settings = settings
-        context.explains = settings.explains
+        context.set_up(settings)
         context.queue.settings = settings.admission
-        context.retry_budget.settings = settings.retry
+        context.retry_budget.set_up(settings.retry)
         context.tokenize_probe.settings = settings.tokens
 
 
@@ -257,7 +256,6 @@ def _nothing() -> None:
 def _check_model(client: Client, body: RequestBody, data: bytes) -> None:
     """Refuse a model that a client may not use, and a body that may mean another one."""
     name = body.model
-    # What the compiled reader has read names no key twice.
     if body.data is None and data[:1] == b"{" and not model_field.is_clear(data):
         raise refusals.unclear_model()
     if not name and body.kind != OTHER:

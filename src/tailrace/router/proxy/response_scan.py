@@ -240,7 +240,8 @@ def find_usage(text: bytes) -> Usage | None:
         return None
     plain = _PLAIN_USAGE.match(text, at)
     if plain is not None:
-        return Usage(int(plain[1]), int(plain[2]), None)
+        prompt, output = plain.groups()
+        return Usage(int(prompt), int(output), None)
     while at >= 0:
         start = at + len(_USAGE)
         while start < len(text) and text[start] in b" \t\r\n:":

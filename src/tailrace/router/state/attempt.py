@@ -131,19 +131,19 @@ class Attempt:
         self.last_at = now = cluster.clock()
         done = outcome == "done"
         # An embedding, for instance, has no answer to learn the length of answers from.
-        output = self.output_tokens if done and asked.generates else -1
-        decode_s = cluster.ended(self, now, output)
+        tokens = self.streamed if self.reported_output is None else self.reported_output
+        decode_s = cluster.ended(self, now, tokens if done and asked.generates else -1)
         if done and self.first_at is None:
-            self.first_at, self.estimated = self._estimated_first(now, decode_s), True
+            self.first_at, self.estimated = self._estimated_first(now, decode_s, tokens), True
         if not asked.streams:
             cluster.forget_expected()
         if cluster.listeners:
             hook = "finished" if done else "failed"
             cluster.notify(hook, self.replica, self.arrival.id, now)
 
-    def _estimated_first(self, now: float, decode_s: float) -> float:
+    def _estimated_first(self, now: float, decode_s: float, tokens: int) -> float:
         """Time of the first token, from the duration split as the cost model predicts."""
-        ttft_s, sent_at, tokens = self.decision.ttft_s, self.sent_at, self.output_tokens
+        ttft_s, sent_at = self.decision.ttft_s, self.sent_at
         if tokens <= 1 or not 0 < ttft_s < _INF:
             return now
         share = ttft_s / (ttft_s + (tokens - 1) * decode_s)

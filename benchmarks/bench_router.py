@@ -6,9 +6,9 @@ sglang-router and vllm-router in a virtual environment ``.venv-peers``, nginx on
 ``added_p50_ms`` is the median latency on one connection less that of the direct way, ``rps`` the
 requests per second on 32 connections, ``cpu_us`` the contender's CPU time per request, all threads.
 ``several`` are the same figures of several router processes that share a port. With ``--before``
-the router of an older checkout is one more contender, to see what a change costs. With ``--keys``
-our router has that many clients with keys, models and limits of every kind; the load is one of
-them and stays below its limits.
+the router of an older checkout or commit is one more contender, to see what a change costs. With
+``--keys`` our router has that many clients with keys, models and limits of every kind; the load is
+one of them and stays below its limits.
 All contenders take turns in short rounds, so that what else the machine does hits them alike; the
 figures are medians over the rounds. The load on 32 connections is made by wrk if it is there, else
 by a client of our own, which is slower and then may be the limit: ``client`` says which.
@@ -16,12 +16,14 @@ by a client of our own, which is slower and then may be the limit: ``client`` sa
 
 import argparse
 import asyncio
+import io
 import json
 import shutil
 import socket
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -199,6 +201,26 @@ def write_clients(folder: Path, count: int) -> Path:
     return path
 
 
+def checkout_of(before: str, folder: Path) -> Path:
+    """Return a checkout, or the sources of a commit, which are unpacked into the folder.
+
+    Anything else is refused: Python would skip a folder without sources, and take the installed
+    package for the older one.
+    """
+    if (Path(before) / "src" / "tailrace").is_dir():
+        return Path(before).resolve()
+    here = Path(__file__).parent.parent
+    packed = subprocess.run(
+        ["git", "archive", "--format=tar", before, "src"],
+        cwd=here, capture_output=True, check=False,
+    )  # fmt: skip
+    if packed.returncode:
+        raise SystemExit(f"--before {before} is neither a checkout nor a commit")
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
 def measure(made: Rig, size_kb: int, options: argparse.Namespace) -> dict[str, Any]:
     """Measure all contenders with bodies of one size.
 
@@ -258,8 +280,8 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--router", default="", help="more options of our router")
     parser.add_argument(
-        "--before", type=Path, metavar="CHECKOUT",
-        help="also the router of another checkout of this repository, as `before`",
+        "--before", metavar="CHECKOUT",
+        help="also the router of another checkout or commit of this repository, as `before`",
     )  # fmt: skip
     parser.add_argument(
         "--keys", type=int, default=0, metavar="N", help="give our router N clients with limits"
@@ -275,11 +297,10 @@ def main() -> None:
             router = made.start_router(*more, policy=options.policy, routers=routers)
             made.contenders.append(router)
         if options.before is not None:
+            before = checkout_of(options.before, made.folder / "before")
             for routers in [1, *options.routers]:
                 made.contenders.append(
-                    made.start_router(
-                        policy=options.policy, routers=routers, checkout=options.before.resolve()
-                    )
+                    made.start_router(policy=options.policy, routers=routers, checkout=before)
                 )
         if not options.alone:
             made.contenders += made.start_peers()

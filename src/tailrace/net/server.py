@@ -149,6 +149,12 @@ class ClientConnection(asyncio.Protocol):
         """Whether the client has disconnected."""
         return self._transport is None or self._transport.is_closing()
 
+    @property
+    def host(self) -> str:
+        """Address of the client's machine, empty if unknown."""
+        peer = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return str(peer[0]) if peer else ""
+
     def write(self, data: bytes) -> None:
         """Write a part of the response."""
         if self._transport is not None:

@@ -85,7 +85,8 @@ class ClientSettings(Settings):
     name: str = Field(pattern=r"^[A-Za-z0-9._@-]{1,64}$")
     """Name in logs; limits and fair shares apply to the client, whichever of its keys is used."""
     key_env: tuple[str, ...] = ()
-    """Environment variables with one key each; all of them are valid."""
+    """Environment variables with one key each; all of them are valid. They are fixed while the
+    router runs: to change keys by a reload, use `key_file`."""
     key_file: tuple[Path, ...] = ()
     """Files with one key per line, read again at a reload. Lines that begin with # are comments."""
     models: tuple[ModelName, ...] = ()

@@ -228,3 +228,34 @@ def test_the_place_of_a_client_is_freed_however_the_reading_ends(
             assert w.router.keyring.clients[0].account.active == 0
 
     run(test())
+
+
+def test_clients_take_turns_in_having_their_bodies_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with many large bodies does not delay another one's until all of its own are read."""
+    bodies = [orjson.dumps({"model": "m", "prompt": [k] * 100_000}) for k in range(6)]
+    clients = []
+    for name in "abc":
+        monkeypatch.setenv(f"KEY_{name}", f"secret-{name}")
+        clients.append({"name": name, "key_env": f"KEY_{name}"})
+
+    async def test() -> None:
+        async with world(1, clients=clients) as w:
+            go = hold_readers(w)
+            asked = []
+            for body, name in zip(bodies, "aaaabc", strict=True):
+                client = await w.client()
+                client.send(post("/v1/completions", body, f"Authorization: Bearer secret-{name}"))
+                asked.append(client)
+                held = sum(len(b) for b in bodies[: len(asked)])
+                await until(lambda held=held: w.router.held.used >= held)
+            asked[2].abort()  # its turn does not come
+            w.clock.ahead_s += 2
+            await until(lambda: len(w.router.clients) == len(asked) - 1)
+            go.set()
+            for number in (0, 1, 3, 4, 5):
+                assert (await asked[number].answer()).status == 200
+            order = [bodies.index(seen.body) for seen in w.backends[0].seen]
+            assert order == [0, 1, 4, 5, 3]  # the first was begun before the others came
+            w.assert_quiet()
+
+    run(test())

@@ -89,6 +89,7 @@ class RequestDispatcher:
                 return self.large_bodies.read(
                     request,
                     kind,
+                    client.name if client is not None else request.client.host,
                     lambda found: self._begin(request, kind, client, found),
                     client.account.end if client is not None else _nothing,
                 )

@@ -5,6 +5,7 @@ reads one body at a time, so that large bodies take no more than one core.
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,24 +27,59 @@ Begin = Callable[[RequestBody | BadRequest], Work | None]
 
 
 class LargeBodies:
-    """Reads bodies, one at a time."""
+    """Reads bodies, one at a time; clients take turns, so that one with many delays no other."""
 
     def __init__(self) -> None:
         self.threads = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        self._waiting: OrderedDict[str, OrderedDict[BodyReading, None]] = OrderedDict()
+        """By whose they are; whose turn it is comes first."""
+        self._busy = False
         read_large("chat", {}, b'{"messages":[]}')  # compile it now
 
     def read(
-        self, request: HttpRequest, kind: str, begin: Begin, give_up: Callable[[], None]
+        self, request: HttpRequest, kind: str, whose: str, begin: Begin, give_up: Callable[[], None]
     ) -> "BodyReading":
-        """Read a request's body, then begin with the request.
+        """Read a request's body when it is its turn, then begin with the request.
 
-        ``give_up`` is called instead if its client goes before.
+        ``whose``: the client, or where it comes from. ``give_up`` is called instead of ``begin`` if
+        it goes before.
         """
-        return BodyReading(self.threads, request, kind, begin, give_up)
+        reading = BodyReading(self, request, kind, whose, begin, give_up)
+        self._waiting.setdefault(whose, OrderedDict())[reading] = None
+        self._next()
+        return reading
+
+    def forget(self, reading: "BodyReading") -> None:
+        """Do not read a body whose client has gone; one that is being read is read to its end."""
+        own = self._waiting.get(reading.whose)
+        if own is not None and reading in own:
+            del own[reading]
+            if not own:
+                del self._waiting[reading.whose]
 
     def close(self) -> None:
         """Read no more."""
+        self._waiting.clear()
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _next(self) -> None:
+        if self._busy or not self._waiting:
+            return
+        whose, own = self._waiting.popitem(last=False)
+        reading, _ = own.popitem(last=False)
+        if own:
+            self._waiting[whose] = own  # behind all others
+        self._busy = True
+        future = asyncio.get_running_loop().run_in_executor(self.threads, reading.read)
+        future.add_done_callback(lambda future: self._done(reading, future))
+
+    def _done(
+        self, reading: "BodyReading", future: "asyncio.Future[RequestBody | BadRequest]"
+    ) -> None:
+        self._busy = False
+        if not future.cancelled():
+            self._next()  # the thread goes on while the request is begun
+            reading.done(future)
 
 
 class BodyReading:
@@ -51,21 +87,24 @@ class BodyReading:
 
     def __init__(
         self,
-        threads: ThreadPoolExecutor,
+        bodies: LargeBodies,
         request: HttpRequest,
         kind: str,
+        whose: str,
         begin: Begin,
         give_up: Callable[[], None],
     ) -> None:
+        self.whose = whose
+        self._bodies = bodies
         self._request = request
         self._kind = kind
         self._begin = begin
         self._give_up = give_up
+        self._gone = False
         self._work: Work | None = None
-        self._future = asyncio.get_running_loop().run_in_executor(threads, self._read)
-        self._future.add_done_callback(self._done)
 
-    def _read(self) -> RequestBody | BadRequest:
+    def read(self) -> RequestBody | BadRequest:
+        """Read the body; called in the thread."""
         # The body is the request's, not the queue's: a client that goes takes it along.
         request = self._request
         try:
@@ -73,8 +112,10 @@ class BodyReading:
         except BadRequest as error:
             return BadRequest(str(error))  # without the frames, which hold the body in a cycle
 
-    def _done(self, future: "asyncio.Future[RequestBody | BadRequest]") -> None:
-        if future.cancelled():
+    def done(self, future: "asyncio.Future[RequestBody | BadRequest]") -> None:
+        """Begin with the request, unless its client has gone."""
+        if self._gone:
+            future.exception()  # of no interest
             return
         request = self._request
         try:
@@ -87,7 +128,8 @@ class BodyReading:
         if self._work is not None:
             self._work.client_gone()
         else:
-            self._future.cancel()
+            self._gone = True
+            self._bodies.forget(self)
             self._request.drop_body()
             self._give_up()
 

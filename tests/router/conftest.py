@@ -183,11 +183,12 @@ class Counts:
         self.sheds: list[str] = []
         self.by_client: list[tuple[str, str]] = []
 
-    def request_done(self, attempt: Any, status: int, outcome: str, path_kind: str) -> None:
+    def request_done(
+        self, attempt: Any, status: int, outcome: str, path_kind: str, client: str = ""
+    ) -> None:
         self.done.append((status, outcome, path_kind))
-
-    def client_done(self, client: str, outcome: str, attempt: Any) -> None:
-        self.by_client.append((client, outcome))
+        if client:
+            self.by_client.append((client, outcome))
 
     def decided(self, decision: Any) -> None:
         pass

@@ -166,11 +166,11 @@ class Telemetry:
             return
         if replica >= self.metrics.replicas:
             self.metrics.add_replicas(replica + 1)
-        cached, output, prompt = attempt.cached, attempt.reported_output, attempt.reported_prompt
-        if output is None:
-            output = attempt.streamed
-        if prompt is None:
-            prompt = attempt.prompt_tokens
+        cached, output, prompt = (
+            attempt.cached,
+            attempt.output_tokens,
+            attempt.known_prompt_tokens[0],
+        )
         if client:
             self.client_tokens[client] += prompt + output
         self.prompt_tokens[replica] += prompt

@@ -255,17 +255,14 @@ class ClusterState:
         self.routers, self.seen_routers = worker_view.routers()
         self.cells = memory_of(self.replicas.view(np.int64))
         self.times = memory_of(self.replicas.view(np.float64))
-        # Anew with every change: rows of several workers may lie apart, or side by side.
         index, runs = self.index, private_block(0, 1)
         self._opened: Any = entry_of(
             kernels.opened, self._attempt, self.replicas, self.routers, index.entries, index.slots,
-            index.totals, self.beliefs, runs.keys, runs.units, self._all_views, self._all_models,
-            self._marks,
+            index.totals, self.beliefs, runs.keys, runs.units,
         )  # fmt: skip
         self._ended: Any = entry_of(
             kernels.ended, self._attempt, self.request, self.replicas, self.costs, self.routers,
             index.entries, index.slots, index.totals, self.beliefs, runs.keys, runs.units,
-            self._all_views, self._all_models, self._marks,
         )  # fmt: skip
 
     def _make_room(self, n: int, capacity_tokens: NDArray[np.int64]) -> None:

@@ -199,7 +199,7 @@ def test_a_bug_of_ours_does_not_stop_traffic(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("bug")
 
-    monkeypatch.setattr(cluster, "show_request", broken)
+    monkeypatch.setattr(kernels, "decide", broken)
     decision = chooser.choose(cluster.arrive(chat("y")), [1])
     assert decision is not None
     assert (decision.replica, decision.fell_back) == (2, "error")

@@ -13,7 +13,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Collection
-from typing import Annotated, Any, NamedTuple, Self
+from typing import Annotated, NamedTuple, Self
 
 import numpy as np
 import xxhash
@@ -27,13 +27,11 @@ from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_score
 from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.router.decide.reasons import phrase
-from tailrace.router.intake.prompt_blocks import private_block
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state import kernels as k
 from tailrace.router.state.arrival import Arrival, Decision
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
-from tailrace.router.state.entry_points import entry_of
 from tailrace.router.state.shared_state import memory_of
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA
@@ -101,7 +99,6 @@ class _Role(NamedTuple):
     guard: NDArray[np.float64]  # the fallback rule's parameters and the trained range, see k.judge
     record: NDArray[np.void]  # [1] DECISION
     buffer: memoryview  # its bytes
-    decide: Any  # k.decide for these arrays
 
 
 class Chooser:
@@ -134,8 +131,6 @@ class Chooser:
                 f"fallback '{settings.fallback}' must be a built-in rule; see `tailrace policies`"
             )
         self._fallback = fallback
-        self._columns = len(cluster)
-        self._scores = np.zeros((4, self._columns))
         listeners = list(cluster.listeners)
         try:
             self._main = self._role(settings.policy, k.MAIN)
@@ -144,6 +139,8 @@ class Chooser:
         except BaseException:
             cluster.listeners = listeners
             raise
+        self._columns = len(cluster)
+        self._scores = np.zeros((4, self._columns))
         self._strikes: Counter[int] = Counter()
         self._resting_until: dict[int, float] = {}
         if warm_up:
@@ -195,16 +192,7 @@ class Chooser:
         record["guard_ratio"] = settings.guard_ratio if guarded and settings.guard else _UNLIMITED
         record["guard_s"] = settings.guard_s
         record["bounds_at"] = fallback.params.size
-        decide = k.decide
-        if code != k.NO_RULE:
-            shared, runs = view.shared, private_block(0, 1)
-            decide = entry_of(
-                k.decide, record, cluster.request, shared.replicas, shared.routers, shared.entries,
-                shared.slots, shared.totals, cluster.costs, cluster.beliefs, runs.keys, runs.units,
-                params, guard, self._scores,
-            )  # fmt: skip
-        buffer = memory_of(record.view(np.uint8))
-        return _Role(policy, row, code, params, guard, record, buffer, decide)
+        return _Role(policy, row, code, params, guard, record, memory_of(record.view(np.uint8)))
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -326,7 +314,7 @@ class Chooser:
         """:meth:`_show` and :meth:`_judge` in one call."""
         self._fill(role, arrival, cause)
         cluster, runs, shared = self.cluster, arrival.runs, self.cluster.worker_view.shared
-        role.decide(
+        k.decide(
             role.record, cluster.request, shared.replicas, shared.routers, shared.entries,
             shared.slots, shared.totals, cluster.costs, cluster.beliefs, runs.keys, runs.units,
             role.params, role.guard, self._scores,

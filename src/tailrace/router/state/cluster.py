@@ -30,7 +30,6 @@ from tailrace.router.intake.tokens import SERVER, TokenCounter
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels, server_model
 from tailrace.router.state.arrival import Arrival
-from tailrace.router.state.entry_points import entry_of
 from tailrace.router.state.sessions import Sessions, SharedSessions
 from tailrace.router.state.shared_state import (
     WorkerView,
@@ -255,15 +254,6 @@ class ClusterState:
         self.routers, self.seen_routers = worker_view.routers()
         self.cells = memory_of(self.replicas.view(np.int64))
         self.times = memory_of(self.replicas.view(np.float64))
-        index, runs = self.index, private_block(0, 1)
-        self._opened: Any = entry_of(
-            kernels.opened, self._attempt, self.replicas, self.routers, index.entries, index.slots,
-            index.totals, self.beliefs, runs.keys, runs.units,
-        )  # fmt: skip
-        self._ended: Any = entry_of(
-            kernels.ended, self._attempt, self.request, self.replicas, self.costs, self.routers,
-            index.entries, index.slots, index.totals, self.beliefs, runs.keys, runs.units,
-        )  # fmt: skip
 
     def _make_room(self, n: int, capacity_tokens: NDArray[np.int64]) -> None:
         """Let the state of a worker alone grow; one that several workers share cannot."""
@@ -445,7 +435,7 @@ class ClusterState:
             entry.predicted, runs.branch_at, runs.total, self.counter.units_per_token, now, 0, 0, 0,
             entry.serial, self.worker_view.worker,
         )  # fmt: skip
-        found: tuple[float, int] = self._opened(
+        found: tuple[float, int] = kernels.opened(
             self._attempt, self.replicas, self.routers, index.entries, index.slots, index.totals,
             self.beliefs, runs.keys, runs.units, self._all_views,
             self._all_models, self._marks,
@@ -491,7 +481,7 @@ class ClusterState:
             runs.branch_at, runs.total, self.counter.units_per_token, entry.sent_at,
             entry.answering, entry.streamed, output, entry.serial, self.worker_view.worker,
         )  # fmt: skip
-        decode_s = self._ended(
+        decode_s = kernels.ended(
             self._attempt, self.request, self.replicas, self.costs, self.routers, index.entries,
             index.slots, index.totals, self.beliefs, runs.keys, runs.units, self._all_views,
             self._all_models, self._marks,

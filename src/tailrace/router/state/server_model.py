@@ -266,3 +266,9 @@ def apply(model, cost):
     cost["per_prefill_ms"] = prior["per_prefill_ms"] * factors[PREFILL]
     for k in range(MAX_KNOTS):
         cost["slope_ms"][k] = prior["slope_ms"][k] * factors[TOKEN]
+
+
+@jit
+def answer_ms(cost, answers, context):
+    """Time of one iteration with so many answers and so many tokens of context each, ms."""
+    return token_ms(cost, float(answers)) + cost["per_context_ms"] * (answers * context)

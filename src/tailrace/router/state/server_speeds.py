@@ -12,8 +12,7 @@ from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.files import write_text
 from tailrace.router.state.cluster import ClusterState
-from tailrace.router.state.server_model import N_FACTORS, OWN_SD, SERVER_MODEL
-from tailrace.view.cost_model import token_ms
+from tailrace.router.state.server_model import N_FACTORS, OWN_SD, SERVER_MODEL, answer_ms
 
 #: Where the speed of a server is known from.
 GIVEN, ASSUMED, LEARNED = "given", "assumed", "learned"
@@ -67,15 +66,15 @@ def speed_of(cluster: ClusterState, replica: int) -> ServerSpeed:
     model, cost, view = (
         rows[replica] for rows in (cluster.models, cluster.costs, cluster.replicas)
     )
-    context = TYPICAL_ANSWERS * TYPICAL_CONTEXT
-    tpot_ms = token_ms(cost, float(TYPICAL_ANSWERS)) + cost["per_context_ms"] * context
+    tpot_ms = answer_ms(cost, TYPICAL_ANSWERS, TYPICAL_CONTEXT)
     seen = int(model["equations"])
     uncertainty = None
     source = GIVEN
     if model["learns"]:
         prior = model["prior"]
-        tokens_ms = token_ms(prior, float(TYPICAL_ANSWERS)) - prior["base_ms"]
-        parts = np.array([prior["base_ms"], tokens_ms, prior["per_context_ms"] * context, 0.0, 0.0])
+        tokens_ms = answer_ms(prior, TYPICAL_ANSWERS, 0) - prior["base_ms"]
+        context_ms = prior["per_context_ms"] * TYPICAL_ANSWERS * TYPICAL_CONTEXT
+        parts = np.array([prior["base_ms"], tokens_ms, context_ms, 0.0, 0.0])
         variance = float(parts @ model["covariance"] @ parts)
         uncertainty = float(np.sqrt(max(variance, 0.0)) / tpot_ms)
         source = LEARNED if seen >= ENOUGH and uncertainty < CERTAIN else ASSUMED

@@ -1,6 +1,7 @@
 """The compiled engine against the reference engine, and what must hold in every run."""
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -202,26 +203,46 @@ def check_books(simulation: Simulation) -> None:
 
 
 def check_cache(fleet, r: int, server) -> None:  # type: ignore[no-untyped-def]
-    blocks = fleet.blocks[0, r]
-    refs = np.zeros(server["num_blocks"], np.int64)
+    """Every block is in one extent, with as many holders as rows list it."""
+    extents = fleet.extents[0, r]
+    refs: Counter[int] = Counter()
+    nameless = 0
     for i in range(server["n_slots"]):
-        row = fleet.slots[0, r, 5, i]
-        request = fleet.requests[0][fleet.slots[0, r, 0, i]]
-        np.add.at(refs, fleet.held[0, r, row, : request["blocks"]], 1)
-    assert (blocks["refs"][: server["num_blocks"]] == refs).all()
-    free, b = [], server["lru_head"]
-    while b >= 0:
-        free.append(int(b))
-        b = blocks[b]["next"]
-    assert sorted(free) == np.flatnonzero(refs == 0).tolist()
-    assert len(free) == server["free_blocks"]
-    findable = set(np.flatnonzero(blocks["key"][: server["num_blocks"]]).tolist())
+        row = fleet.held[0, r, fleet.slots[0, r, 5, i]]
+        named = int(row[1])
+        nameless += int(fleet.requests[0][fleet.slots[0, r, 0, i]]["blocks"]) - named
+        e, covered = 0, 0
+        starts = {int(extents[x]["first"]): int(x) for x in row[2 : 2 + row[0]]}
+        while covered < named:
+            e = starts.get(covered, int(extents[e]["rest"]))
+            assert extents[e]["first"] == covered
+            covered += int(extents[e]["count"])
+            refs[e] += 1
+        assert covered == named
+    free, e = [], int(extents[0]["next"])
+    while e:
+        assert extents[e]["refs"] == 0
+        free.append(e)
+        e = int(extents[e]["next"])
+    assert extents["count"][free].sum() == server["free_blocks"]
+    assert not refs.keys() & set(free)
+    assert all(extents[e]["refs"] == count for e, count in refs.items())
+    held = sum(int(extents[e]["count"]) for e in refs)
+    assert held + nameless + server["free_blocks"] == server["num_blocks"]
     reached = set()
     for head in fleet.buckets[0, r]:
-        while head >= 0:
-            reached.add(int(head))
-            head = blocks[head]["twin"]
-    assert reached == findable
+        end = 0
+        while head:
+            assert extents[head]["first"] >= end
+            end = extents[head]["first"] + extents[head]["count"]
+            twin = head
+            while twin:
+                same = ["chain", "first", "count"]
+                assert extents[twin][same] == extents[head][same]
+                reached.add(int(twin))
+                twin = extents[twin]["younger"]
+            head = extents[head]["after"]
+    assert reached == {*refs, *(e for e in free if extents[e]["chain"] >= 0)}
 
 
 @pytest.mark.compiled

@@ -8,11 +8,12 @@ import numpy as np
 from tailrace.config import Replica, RouterSettings
 from tailrace.sim.result import BATCH
 from tailrace.sim.types import (
-    BLOCK,
     CLUSTER,
     EVENT,
+    EXTENT,
     HEAP_ENTRY,
     NEWS,
+    PIECE,
     REQUEST_FACT,
     REQUEST_STATE,
     SERVER,
@@ -62,7 +63,7 @@ class Allocation:
 
 
 def is_explicit(replica: Replica) -> bool:
-    """Whether a replica's blocks are tracked one by one rather than counted (see batching.py)."""
+    """Whether a replica's blocks are tracked per request rather than counted (see batching.py)."""
     return replica.scheduler == "vllm_v1" and (
         replica.prefix_caching or replica.preallocate_tokens > 0
     )
@@ -111,6 +112,7 @@ def new_tables(room: Allocation, count: int) -> Tables:
         n_roots=np.zeros(count, np.int64),
         run_keys=np.zeros((count, room.runs), np.uint64),
         run_tokens=np.zeros((count, room.runs), np.int32),
+        pieces=np.zeros((count, 2 * room.runs), PIECE),
         events=events,
     )
 
@@ -126,7 +128,8 @@ def new_fleet(
     """Return the arrays of ``count`` clusters that are not set up yet."""
     c, n, rows, slots = count, room.replicas, room.requests, room.slots
     ghosts = rows if lookahead else 0
-    buckets = 1 << max(2 * room.blocks - 1, 1).bit_length()
+    chains = min(room.blocks, 2 * room.runs + rows)
+    buckets = 1 << max(2 * chains - 1, 1).bit_length()
     index = new_index(c * n, room.index_entries)
     return Fleet(
         clusters=np.zeros(c, CLUSTER),
@@ -137,9 +140,9 @@ def new_fleet(
         notices=np.zeros((c, 2, slots + 1), np.int64),
         requests=np.zeros((c, rows), REQUEST_STATE),
         heap=np.zeros((c, room.waiting + 1), HEAP_ENTRY),
-        blocks=np.zeros((c, n, room.blocks), BLOCK),
+        extents=np.zeros((c, n, room.blocks + 1), EXTENT),
         buckets=np.zeros((c, n, buckets), np.int32),
-        held=np.zeros((c, n, room.explicit_slots, room.blocks_per_request), np.int32),
+        held=np.zeros((c, n, room.explicit_slots, room.blocks_per_request + 2), np.int32),
         rows_free=np.zeros((c, n, slots + 1), np.int64),
         batches=np.zeros((c, record_batches), BATCH),
         news=np.zeros((c, 3 * rows + 1 if record_news else 0), NEWS),

@@ -7,8 +7,8 @@ at which it is done. Blocks are allocated in one of two ways:
 * counted (sarathi, vllm, and vllm_v1 without caching): every decode takes one block each
   ``block_size`` ticks, so ``phase[k]`` counts the decodes that take one at ticks = k (mod
   block_size) and an iteration costs O(1), a whole stretch of them O(block_size);
-* explicit (vllm_v1 with prefix caching or preallocation): each request has a list of real blocks,
-  and a slot knows the tick of its next block event (needs one, or fills one).
+* explicit (vllm_v1 with prefix caching or preallocation): each request has blocks of its own (see
+  kvcache.py), and a slot knows the tick of its next block event (needs one, or fills one).
 
 At most one resident request is partly prefilled, and it is the last slot: a new request is
 admitted only after all earlier ones got what they need of the token budget.
@@ -137,11 +137,10 @@ def _prefill_blocks(server, prompt, processed):
 
 
 @inner
-def take_blocks(server, kv, row, request, count):
+def take_blocks(server, kv, request, count):
     """Give a request ``count`` more blocks, in explicit mode."""
     if server["caching"]:
-        for k in range(request["blocks"], request["blocks"] + count):
-            kv.held[row, k] = kvcache.take_free(server, kv)
+        kvcache.take(server, kv, count)
     else:
         server["free_blocks"] -= count
     request["blocks"] += count
@@ -151,8 +150,7 @@ def take_blocks(server, kv, row, request, count):
 def release_row(server, kv, row, request):
     """Give back all blocks of a request, last first, in explicit mode."""
     if server["caching"]:
-        for k in range(request["blocks"] - 1, -1, -1):
-            kvcache.release(server, kv, kv.held[row, k])
+        kvcache.release(server, kv, row, request["blocks"])
     else:
         server["free_blocks"] += request["blocks"]
     request["blocks"] = 0
@@ -162,29 +160,21 @@ def release_row(server, kv, row, request):
 
 
 @inner
-def make_findable(server, kv, content, row, r, before, after):
-    """Register the blocks that become full as the processed tokens go from ``before`` to ``after``.
+def make_findable(server, kv, content, row, r, tokens):
+    """Register the blocks that are full once ``tokens`` tokens are processed.
 
     Blocks of private content are registered only when their request is preempted.
     """
-    if kvcache.is_private(content, r):
-        return
-    size = server["block_size"]
-    for index in range(before // size, after // size):
-        key = kvcache.block_key(content, r, index, size)
-        kvcache.register(kv, kv.held[row, index], key)
+    # Most decode iterations fill no block: the comparison spares them a division.
+    if tokens >= kvcache.next_full(server, kv, row) and not kvcache.is_private(content, r):
+        kvcache.register(server, kv, content, row, r, tokens // server["block_size"])
 
 
 @inner
 def _keep_for_itself(server, kv, content, row, r, tokens):
     """Register the full blocks of a private request that is about to be preempted."""
-    if not server["caching"] or not kvcache.is_private(content, r):
-        return
-    size = server["block_size"]
-    for index in range(tokens // size):
-        block = kv.held[row, index]
-        if kv.blocks[block]["key"] == np.uint64(0):
-            kvcache.register(kv, block, kvcache.block_key(content, r, index, size))
+    if server["caching"] and kvcache.is_private(content, r):
+        kvcache.register(server, kv, content, row, r, tokens // server["block_size"])
 
 
 @inner
@@ -192,9 +182,11 @@ def next_block_event(server, request, offset, tick):
     """Next tick, from ``tick`` on, at which a decode needs or fills a block, in explicit mode."""
     size = server["block_size"]
     due = request["blocks"] * size - offset
-    if server["caching"]:
-        due = min(due, tick + (-1 - offset - tick) % size)
-    return due
+    if not server["caching"] or due <= tick:
+        return due
+    if due <= tick + size:
+        return due - 1  # it fills its last block then; without blocks ahead always so
+    return tick + (-1 - offset - tick) % size
 
 
 # ---- slots --------------------------------------------------------------------------------------

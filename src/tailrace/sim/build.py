@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.sim import server as servers
 from tailrace.sim.allocation import Allocation, allocation_for, is_explicit, new_fleet, new_tables
+from tailrace.sim.chains import cut, new_scratch
 from tailrace.sim.cost_accounts import E2E_TARGET_S
 from tailrace.sim.kvcache import KvCache
 from tailrace.sim.types import EVENT_CODES, SCHEDULER_CODES, Fleet, Tables
@@ -69,6 +70,13 @@ def lay_out(
     tables.roots[g, : len(without_parent)] = without_parent
     tables.run_keys[g, : len(table.runs)] = content_keys(table)
     tables.run_tokens[g, : len(table.runs)] = table.runs["tokens"]
+    cut(
+        tables.facts[g, : len(table)],
+        tables.run_keys[g],
+        tables.run_tokens[g],
+        tables.pieces[g],
+        new_scratch(len(table.runs)),
+    )
     tables.events[g]["at"] = np.inf
     for k, event in enumerate(sorted(events, key=lambda e: e.at_s)):
         kind = EVENT_CODES[event.kind]
@@ -211,5 +219,5 @@ def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine
     server["configured_speed"] = server["speed"] = replica.speed
     server["compat"] = engine.vidur_compat
     server["exact"] = engine.exact
-    kv = KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
+    kv = KvCache(fleet.extents[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
     servers.empty(server, fleet.phase[c, r], kv)

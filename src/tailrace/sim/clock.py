@@ -18,13 +18,15 @@ from tailrace.view.prefix_index import PrefixIndex
 @inlined
 def content_of(tables, table):
     """Content of the prompts of one table."""
-    return PromptContent(tables.facts[table], tables.run_keys[table], tables.run_tokens[table])
+    return PromptContent(tables.facts[table], tables.pieces[table])
 
 
 @inlined
 def cache_of(fleet, c, r):
     """KV blocks of one replica."""
-    return KvCache(fleet.blocks[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
+    return KvCache(
+        fleet.extents[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r]
+    )
 
 
 @inlined

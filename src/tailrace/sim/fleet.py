@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from tailrace.compiled import inlined, inner, jit
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES, observe
 from tailrace.sim import cost_accounts, engine
-from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, SLOT_ROW, SLOT_ROWS
+from tailrace.sim.kvcache import ROW_EXTENTS, ROW_HEAD
+from tailrace.sim.types import DONE, LOST, SLOT_ROW, SLOT_ROWS
 from tailrace.view.objective import compiled_cost
 from tailrace.view.records import View
 
@@ -251,7 +252,7 @@ def _copy_requests(cluster, requests, target, copies):
 
 @inlined
 def _copy_server(source, s, target, d, r):
-    """Slots, block counts and, with prefix caching, blocks of one replica."""
+    """Slots, block counts and, with prefix caching, extents of one replica."""
     server = source.servers[s, r]
     for k in range(SLOT_ROWS):
         for i in range(server["n_slots"]):
@@ -262,15 +263,16 @@ def _copy_server(source, s, target, d, r):
         return
     for k in range(source.rows_free.shape[2]):
         target.rows_free[d, r, k] = source.rows_free[s, r, k]
+    if not server["caching"]:
+        return
     for i in range(server["n_slots"]):
         row = source.slots[s, r, SLOT_ROW, i]
-        for k in range(source.requests[s, source.slots[s, r, SLOT_REQUEST, i]]["blocks"]):
+        for k in range(ROW_HEAD + source.held[s, r, row, ROW_EXTENTS]):
             target.held[d, r, row, k] = source.held[s, r, row, k]
-    if server["caching"]:
-        for k in range(server["num_blocks"]):
-            target.blocks[d, r, k] = source.blocks[s, r, k]
-        for k in range(source.buckets.shape[2]):
-            target.buckets[d, r, k] = source.buckets[s, r, k]
+    for k in range(server["extents_fresh"] + 1):
+        target.extents[d, r, k] = source.extents[s, r, k]
+    for k in range(source.buckets.shape[2]):
+        target.buckets[d, r, k] = source.buckets[s, r, k]
 
 
 @inlined

@@ -1,10 +1,24 @@
-"""KV blocks of a replica with prefix caching: content index, least-recently-used list, references.
+"""KV blocks of a replica with prefix caching, kept by extents: content, free list, references.
 
 A block holds the keys and values of ``block_size`` tokens. It is findable by the content of the
-whole prefix up to its end (a 64-bit key), held by any number of requests, and in the free list
-while no request holds it. Taking a block from the front of that list forgets what it held. Several
-blocks may hold the same content; the oldest is found first and the others are chained behind it as
-its twins.
+whole prefix up to its end (a chain and a number, see chains.py), held by any number of requests,
+and in the free list while no request holds it. Taking a block from the front of that list forgets
+what it held. Several blocks may hold the same content; the oldest is found first.
+
+Blocks are never kept one by one. An *extent* is a number of blocks with consecutive numbers on one
+chain that are held by the same requests; it is split when a request takes only its first part.
+What makes this exact:
+
+* A request gives its blocks back from the last to the first. An extent is free as a whole, so its
+  blocks lie together in the free list, last one first, and eviction shortens it from its end.
+* Extents of equal content (twins) always cover the same numbers: splitting one splits all. So the
+  order of age is the same for all blocks of an extent.
+* Blocks without content cannot be told apart. A request's are a number, and in the free list
+  neighbours are one extent.
+
+A request's row of ``held`` lists extents, not all of them: of an extent that was split since, it
+names the first part, and ``rest`` leads to the others. ``rest`` may be out of date where no request
+holds both parts; nothing follows it there.
 """
 
 from typing import NamedTuple
@@ -13,13 +27,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.compiled import inner, jit
+from tailrace.sim.chains import ENDLESS, private_chain
 from tailrace.view.selection import mix
+
+#: A row of KvCache.held: number of extents listed, blocks with content, then the extents.
+ROW_EXTENTS, ROW_NAMED, ROW_HEAD = 0, 1, 2
+NAMELESS = -1
 
 
 class KvCache(NamedTuple):
     """KV blocks of one replica; see Fleet for shapes."""
 
-    blocks: NDArray[np.void]
+    extents: NDArray[np.void]
     buckets: NDArray[np.int32]
     held: NDArray[np.int32]
     rows_free: NDArray[np.int64]
@@ -29,35 +48,17 @@ class PromptContent(NamedTuple):
     """Content of the prompts of one request table; see Tables for shapes."""
 
     facts: NDArray[np.void]
-    run_keys: NDArray[np.uint64]
-    run_tokens: NDArray[np.int32]
+    pieces: NDArray[np.void]
 
 
 _PRIVATE = np.uint64(0x5851F42D4C957F2D)
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+_SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 @inner
 def private_path(request):
-    """Content path of a request that shares nothing."""
+    """Content path of a request that shares nothing, for the router's prefix index."""
     return mix(np.uint64(request) ^ _PRIVATE)
-
-
-@inner
-def block_key(content, request, index, block_size):
-    """Identity of block number ``index`` of a request: all content up to that block's end."""
-    fact = content.facts[request]
-    path = private_path(request)
-    end = (index + 1) * block_size
-    covered = 0
-    for run in range(fact["run_start"], fact["run_start"] + fact["run_count"]):
-        path = content.run_keys[run]
-        covered += content.run_tokens[run]
-        if end <= covered:
-            break
-    # The answer continues the last run, so a block beyond the prompt belongs to that run.
-    key = mix(path + np.uint64(index + 1) * _STEP)
-    return key if key != np.uint64(0) else np.uint64(1)
 
 
 @inner
@@ -68,76 +69,356 @@ def is_private(content, request):
 
 @jit
 def clear(server, kv):
-    """Empty the cache; all blocks are free, in the order of their numbers."""
-    count = server["num_blocks"] if server["caching"] else 0
-    kv.buckets[:] = -1
-    for b in range(count):
-        block = kv.blocks[b]
-        block["key"] = np.uint64(0)
-        block["refs"] = 0
-        block["prev"] = b - 1
-        block["next"] = b + 1 if b + 1 < count else -1
-        block["twin"] = -1
-    server["lru_head"] = 0 if count > 0 else -1
-    server["lru_tail"] = count - 1
+    """Empty the cache; all blocks are free."""
+    server["extents_fresh"] = 0
+    server["extents_spare"] = 0
+    if server["caching"]:
+        kv.buckets[:] = 0
+        kv.extents[0]["prev"] = 0
+        kv.extents[0]["next"] = 0
+        _append_nameless(server, kv, server["num_blocks"])
     rows = kv.rows_free.size - 1
     for row in range(rows):
         kv.rows_free[row] = row
     kv.rows_free[rows] = rows
 
 
-@inner
-def _home(buckets, key):
-    return np.int64(key & np.uint64(buckets.size - 1))
+# ---- requests -----------------------------------------------------------------------------------
+
+
+@jit
+def longest_prefix(kv, content, request, prompt, size, row):
+    """List the cached extents of a prompt in ``held[row]``; return blocks found, and free ones.
+
+    At least one prompt token is left out: it has to be computed to produce an output token. An
+    extent may be longer than what the prompt has of it.
+    """
+    limit = (prompt - 1) // size
+    extents = kv.extents
+    found = 0
+    idle = 0
+    listed = 0
+    while found < limit:
+        chain, end = _piece_of(content, request, found, size)
+        end = min(end, limit)
+        e = kv.buckets[_slot_of(kv, chain)]
+        while e != 0 and found < end and extents[e]["first"] <= found:
+            kv.held[row, ROW_HEAD + listed] = e
+            listed += 1
+            before = found
+            found = min(extents[e]["first"] + extents[e]["count"], end)
+            if extents[e]["refs"] == 0:
+                idle += found - before
+            e = extents[e]["after"]
+        if found < end:
+            break
+    kv.held[row, ROW_EXTENTS] = listed
+    return found, idle
 
 
 @inner
-def _bucket_of(kv, key):
-    """Bucket that holds the key, or the empty one where it would go."""
+def begin_row(kv, row):
+    """Start the row of a request that has no cached blocks."""
+    kv.held[row, ROW_EXTENTS] = 0
+    kv.held[row, ROW_NAMED] = 0
+
+
+@jit
+def reuse(server, kv, row, found):
+    """Add a holder to the first ``found`` blocks of the extents listed in ``held[row]``."""
+    extents = kv.extents
+    listed = kv.held[row, ROW_EXTENTS]
+    for k in range(listed):
+        e = kv.held[row, ROW_HEAD + k]
+        end = extents[kv.held[row, ROW_HEAD + k + 1]]["first"] if k + 1 < listed else found
+        if extents[e]["first"] + extents[e]["count"] > end:
+            _split(server, kv, e, end)
+        if extents[e]["refs"] == 0:
+            _unlink(kv, e)
+            server["free_blocks"] -= extents[e]["count"]
+        extents[e]["refs"] += 1
+    kv.held[row, ROW_NAMED] = found
+
+
+@inner
+def next_full(server, kv, row):
+    """Tokens with which a request fills its first block that is not findable yet."""
+    return (kv.held[row, ROW_NAMED] + 1) * server["block_size"]
+
+
+@jit
+def register(server, kv, content, row, request, end):
+    """Make the blocks of a request before number ``end`` findable by their content."""
+    size = server["block_size"]
+    at = kv.held[row, ROW_NAMED]
+    while at < end:
+        chain, until = _piece_of(content, request, at, size)
+        at = _register_on(server, kv, row, chain, at, min(until, end))
+        kv.held[row, ROW_NAMED] = at
+
+
+@jit
+def release(server, kv, row, blocks):
+    """Remove a request from its ``blocks`` blocks, the last one first; free ones are queued."""
+    nameless = blocks - kv.held[row, ROW_NAMED]
+    if nameless > 0:
+        server["free_blocks"] += nameless
+        _append_nameless(server, kv, nameless)
+    _list_all(kv, row)
+    extents = kv.extents
+    for k in range(kv.held[row, ROW_EXTENTS] - 1, -1, -1):
+        e = kv.held[row, ROW_HEAD + k]
+        extents[e]["refs"] -= 1
+        if extents[e]["refs"] == 0:
+            server["free_blocks"] += extents[e]["count"]
+            _append(kv, e)
+            _join(server, kv, e)
+    begin_row(kv, row)
+
+
+@jit
+def take(server, kv, count):
+    """Take the least recently used free blocks; what they held is forgotten."""
+    server["free_blocks"] -= count
+    extents = kv.extents
+    while count > 0:
+        e = extents[0]["next"]
+        taken = min(extents[e]["count"], count)
+        count -= taken
+        if taken < extents[e]["count"]:
+            if extents[e]["chain"] == NAMELESS or _is_single(kv, e):
+                extents[e]["count"] -= taken
+                return
+            _split(server, kv, _oldest(kv, e), extents[e]["first"] + extents[e]["count"] - taken)
+            e = extents[0]["next"]
+        _unlink(kv, e)
+        if extents[e]["chain"] != NAMELESS:
+            _forget(kv, e)
+        _give_back(server, kv, e)
+
+
+# ---- content ------------------------------------------------------------------------------------
+
+
+@inner
+def _piece_of(content, request, block, size):
+    """Chain of a request's block, and the number of the first block beyond that piece of it."""
+    fact = content.facts[request]
+    if fact["piece_count"] == 0:
+        return private_chain(content, request), np.int64(ENDLESS)
+    at = fact["piece_start"]
+    while (block + 1) * size > content.pieces[at]["end"]:
+        at += 1
+    piece = content.pieces[at]
+    if piece["end"] == ENDLESS:
+        return np.int64(piece["chain"]), np.int64(ENDLESS)
+    return np.int64(piece["chain"]), np.int64(piece["end"] // size)
+
+
+@inner
+def _register_on(server, kv, row, chain, at, end):
+    """Make blocks from ``at`` on findable, up to ``end`` or a change of twins; return how far."""
+    extents = kv.extents
+    last = _last_extent(kv, row)
+    before = 0
+    if last != 0 and extents[last]["chain"] == chain:
+        before = _oldest(kv, last)
+        after = extents[before]["after"]
+    else:
+        after = kv.buckets[_slot_of(kv, chain)]
+    while after != 0 and extents[after]["first"] + extents[after]["count"] <= at:
+        before = after
+        after = extents[before]["after"]
+    if after == 0 or extents[after]["first"] > at:
+        if after != 0:
+            end = min(end, extents[after]["first"])
+        if before == last and last != 0 and extents[last]["refs"] == 1 and _is_single(kv, last):
+            extents[last]["count"] += end - at
+            return end
+        new = _new_extent(server, kv, chain, at, end - at)
+        _insert(kv, new, before, after)
+    else:
+        older = after
+        if extents[older]["first"] < at:
+            _split(server, kv, older, at)
+            older = extents[older]["after"]
+        if extents[older]["first"] + extents[older]["count"] > end:
+            _split(server, kv, older, end)
+        end = extents[older]["first"] + extents[older]["count"]
+        new = _new_extent(server, kv, chain, at, end - at)
+        while extents[older]["younger"] != 0:
+            older = extents[older]["younger"]
+        extents[older]["younger"] = new
+        extents[new]["older"] = older
+    extents[new]["refs"] = 1
+    kv.held[row, ROW_HEAD + kv.held[row, ROW_EXTENTS]] = new
+    kv.held[row, ROW_EXTENTS] += 1
+    return end
+
+
+@inner
+def _last_extent(kv, row):
+    """Extent of a request's last block with content, 0: it has none."""
+    listed = kv.held[row, ROW_EXTENTS]
+    if listed == 0:
+        return 0
+    extents = kv.extents
+    e = kv.held[row, ROW_HEAD + listed - 1]
+    while extents[e]["first"] + extents[e]["count"] < kv.held[row, ROW_NAMED]:
+        e = extents[e]["rest"]
+    return e
+
+
+@inner
+def _list_all(kv, row):
+    """List the later parts of extents that were split while the request held them."""
+    extents = kv.extents
+    listed = kv.held[row, ROW_EXTENTS]
+    end = kv.held[row, ROW_NAMED]
+    missing = 0
+    for k in range(listed - 1, -1, -1):
+        e = kv.held[row, ROW_HEAD + k]
+        begin = extents[e]["first"]
+        while extents[e]["first"] + extents[e]["count"] < end:
+            e = extents[e]["rest"]
+            missing += 1
+        end = begin
+    if missing == 0:
+        return
+    kv.held[row, ROW_EXTENTS] += missing
+    end = kv.held[row, ROW_NAMED]
+    for k in range(listed - 1, -1, -1):
+        e = kv.held[row, ROW_HEAD + k]
+        begin = extents[e]["first"]
+        parts = 0
+        part = e
+        while extents[part]["first"] + extents[part]["count"] < end:
+            part = extents[part]["rest"]
+            parts += 1
+        missing -= parts
+        for j in range(parts + 1):
+            kv.held[row, ROW_HEAD + k + missing + j] = e
+            e = extents[e]["rest"]
+        end = begin
+
+
+@inner
+def _split(server, kv, oldest, at):
+    """Split an extent and its twins before block number ``at``; the first parts keep their place.
+
+    The last parts of free extents come before the first ones in the free list.
+    """
+    extents = kv.extents
+    e = oldest
+    older = 0
+    while e != 0:
+        new = _new_extent(
+            server,
+            kv,
+            extents[e]["chain"],
+            at,
+            extents[e]["first"] + extents[e]["count"] - at,
+        )
+        extents[e]["count"] = at - extents[e]["first"]
+        extents[new]["refs"] = extents[e]["refs"]
+        extents[new]["rest"] = extents[e]["rest"]
+        extents[e]["rest"] = new
+        if extents[e]["refs"] == 0:
+            _link_before(kv, new, e)
+        if older == 0:
+            _insert(kv, new, e, extents[e]["after"])
+        else:
+            extents[older]["younger"] = new
+            extents[new]["older"] = older
+        older = new
+        e = extents[e]["younger"]
+
+
+@inner
+def _join(server, kv, e):
+    """Join an extent at the end of the free list with its continuation, if that stands before."""
+    extents = kv.extents
+    rest = extents[e]["prev"]
+    if (
+        rest == 0
+        or extents[rest]["chain"] != extents[e]["chain"]
+        or extents[rest]["first"] != extents[e]["first"] + extents[e]["count"]
+        or not _is_single(kv, rest)
+        or not _is_single(kv, e)
+    ):
+        return
+    extents[e]["count"] += extents[rest]["count"]
+    _unlink(kv, rest)
+    _forget(kv, rest)
+    _give_back(server, kv, rest)
+
+
+@inner
+def _is_single(kv, e):
+    """Whether an extent has no twin."""
+    return kv.extents[e]["older"] == 0 and kv.extents[e]["younger"] == 0
+
+
+@inner
+def _oldest(kv, e):
+    """Oldest twin of an extent."""
+    while kv.extents[e]["older"] != 0:
+        e = kv.extents[e]["older"]
+    return e
+
+
+@inner
+def _insert(kv, e, before, after):
+    """Put an extent between two neighbours of its chain, 0: none."""
+    extents = kv.extents
+    extents[e]["before"] = before
+    extents[e]["after"] = after
+    if after != 0:
+        extents[after]["before"] = e
+    if before != 0:
+        extents[before]["after"] = e
+    else:
+        kv.buckets[_slot_of(kv, extents[e]["chain"])] = e
+
+
+@inner
+def _forget(kv, e):
+    """Make an extent unfindable: its oldest twin, if any, takes its place."""
+    extents = kv.extents
+    older, younger = extents[e]["older"], extents[e]["younger"]
+    if younger != 0:
+        extents[younger]["older"] = older
+    if older != 0:
+        extents[older]["younger"] = younger
+        return
+    before, after = extents[e]["before"], extents[e]["after"]
+    if younger != 0:
+        _insert(kv, younger, before, after)
+        return
+    if after != 0:
+        extents[after]["before"] = before
+    if before != 0:
+        extents[before]["after"] = after
+    elif after != 0:
+        kv.buckets[_slot_of(kv, extents[e]["chain"])] = after
+    else:
+        _empty_bucket(kv, _slot_of(kv, extents[e]["chain"]))
+
+
+@inner
+def _home(buckets, chain):
+    spread = np.uint64(chain) * _SPREAD
+    return np.int64((spread >> np.uint64(32)) & np.uint64(buckets.size - 1))
+
+
+@inner
+def _slot_of(kv, chain):
+    """Bucket with the first extent of a chain, or the empty one where it would go."""
     last = kv.buckets.size - 1
-    at = _home(kv.buckets, key)
-    while kv.buckets[at] >= 0 and kv.blocks[kv.buckets[at]]["key"] != key:
+    at = _home(kv.buckets, chain)
+    while kv.buckets[at] != 0 and kv.extents[kv.buckets[at]]["chain"] != chain:
         at = (at + 1) & last
     return at
-
-
-@jit
-def find(kv, key):
-    """Oldest block with this content, or -1."""
-    return kv.buckets[_bucket_of(kv, key)]
-
-
-@jit
-def register(kv, block, key):
-    """Make a block findable by its content."""
-    kv.blocks[block]["key"] = key
-    kv.blocks[block]["twin"] = -1
-    at = _bucket_of(kv, key)
-    eldest = kv.buckets[at]
-    if eldest < 0:
-        kv.buckets[at] = block
-        return
-    while kv.blocks[eldest]["twin"] >= 0:
-        eldest = kv.blocks[eldest]["twin"]
-    kv.blocks[eldest]["twin"] = block
-
-
-@inner
-def _unregister(kv, block):
-    key = kv.blocks[block]["key"]
-    at = _bucket_of(kv, key)
-    twin = kv.blocks[block]["twin"]
-    if kv.buckets[at] != block:
-        older = kv.buckets[at]
-        while kv.blocks[older]["twin"] != block:
-            older = kv.blocks[older]["twin"]
-        kv.blocks[older]["twin"] = twin
-    elif twin >= 0:
-        kv.buckets[at] = twin
-    else:
-        _empty_bucket(kv, at)
-    kv.blocks[block]["key"] = np.uint64(0)
-    kv.blocks[block]["twin"] = -1
 
 
 @inner
@@ -148,75 +429,76 @@ def _empty_bucket(kv, at):
     probe = at
     while True:
         probe = (probe + 1) & last
-        block = kv.buckets[probe]
-        if block < 0:
+        e = kv.buckets[probe]
+        if e == 0:
             break
-        home = _home(kv.buckets, kv.blocks[block]["key"])
+        home = _home(kv.buckets, kv.extents[e]["chain"])
         if ((probe - home) & last) >= ((probe - gap) & last):
-            kv.buckets[gap] = block
+            kv.buckets[gap] = e
             gap = probe
-    kv.buckets[gap] = -1
+    kv.buckets[gap] = 0
+
+
+# ---- extents and the free list ------------------------------------------------------------------
 
 
 @inner
-def take_free(server, kv):
-    """Take the least recently used free block; what it held is forgotten."""
-    block = server["lru_head"]
-    _unlink(server, kv, block)
-    if kv.blocks[block]["key"] != np.uint64(0):
-        _unregister(kv, block)
-    kv.blocks[block]["refs"] = 1
-    return block
-
-
-@inner
-def _unlink(server, kv, block):
-    before = kv.blocks[block]["prev"]
-    after = kv.blocks[block]["next"]
-    if before >= 0:
-        kv.blocks[before]["next"] = after
+def _new_extent(server, kv, chain, first, count):
+    """Return an extent that is in no list."""
+    e = server["extents_spare"]
+    if e != 0:
+        server["extents_spare"] = kv.extents[e]["next"]
     else:
-        server["lru_head"] = after
-    if after >= 0:
-        kv.blocks[after]["prev"] = before
-    else:
-        server["lru_tail"] = before
-    server["free_blocks"] -= 1
+        server["extents_fresh"] += 1
+        e = server["extents_fresh"]
+    extent = kv.extents[e]
+    extent["chain"] = chain
+    extent["first"] = first
+    extent["count"] = count
+    extent["refs"] = 0
+    extent["before"] = 0
+    extent["after"] = 0
+    extent["older"] = 0
+    extent["younger"] = 0
+    extent["rest"] = 0
+    return e
 
 
 @inner
-def reuse(server, kv, block):
-    """Add a holder to a block found by its content."""
-    if kv.blocks[block]["refs"] == 0:
-        _unlink(server, kv, block)
-    kv.blocks[block]["refs"] += 1
+def _give_back(server, kv, e):
+    kv.extents[e]["next"] = server["extents_spare"]
+    server["extents_spare"] = e
 
 
-@jit
-def release(server, kv, block):
-    """Remove a holder from a block; without any, it goes to the end of the free list."""
-    kv.blocks[block]["refs"] -= 1
-    if kv.blocks[block]["refs"] > 0:
+@inner
+def _unlink(kv, e):
+    """Take an extent out of the free list."""
+    before, after = kv.extents[e]["prev"], kv.extents[e]["next"]
+    kv.extents[before]["next"] = after
+    kv.extents[after]["prev"] = before
+
+
+@inner
+def _link_before(kv, e, after):
+    """Put an extent into the free list, before another one; 0: at its end."""
+    before = kv.extents[after]["prev"]
+    kv.extents[e]["prev"] = before
+    kv.extents[e]["next"] = after
+    kv.extents[before]["next"] = e
+    kv.extents[after]["prev"] = e
+
+
+@inner
+def _append(kv, e):
+    """Put an extent at the end of the free list."""
+    _link_before(kv, e, 0)
+
+
+@inner
+def _append_nameless(server, kv, count):
+    """Put blocks without content at the end of the free list."""
+    last = kv.extents[0]["prev"]
+    if last != 0 and kv.extents[last]["chain"] == NAMELESS:
+        kv.extents[last]["count"] += count
         return
-    tail = server["lru_tail"]
-    kv.blocks[block]["prev"] = tail
-    kv.blocks[block]["next"] = -1
-    if tail >= 0:
-        kv.blocks[tail]["next"] = block
-    else:
-        server["lru_head"] = block
-    server["lru_tail"] = block
-    server["free_blocks"] += 1
-
-
-@inner
-def longest_prefix(kv, content, request, prompt, block_size, row):
-    """Write the cached blocks of a prompt, front to back, into ``held[row]``; return how many."""
-    hits = 0
-    while hits < prompt // block_size:
-        block = find(kv, block_key(content, request, hits, block_size))
-        if block < 0:
-            break
-        kv.held[row, hits] = block
-        hits += 1
-    return hits
+    _append(kv, _new_extent(server, kv, NAMELESS, 0, count))

@@ -292,20 +292,17 @@ def _grow_decodes(server, slots, phase, kv, requests, content):
         r = slots[SLOT_REQUEST, i]
         request = requests[r]
         after = slots[SLOT_OFFSET, i] + tick + 1
-        need = ceil_div(after, size) - request["blocks"]
+        missing = after - request["blocks"] * size  # tokens beyond what is held
+        need = ceil_div(missing, size) if missing > 0 else 0
         while need > server["free_blocks"] and i < server["n_slots"]:
             batching.preempt_last(server, slots, phase, kv, requests, content)
         if i >= server["n_slots"]:
             break
-        row = slots[SLOT_ROW, i]
         if need > 0:
             count = min(need + server["extra_blocks"], server["free_blocks"])
-            batching.take_blocks(server, kv, row, request, count)
+            batching.take_blocks(server, kv, request, count)
         if server["caching"]:
-            # The first output token came with the prompt, whose iteration had no block for it.
-            just_joined = after == request["prompt"] + 2
-            before = after - 2 if just_joined else after - 1
-            batching.make_findable(server, kv, content, row, r, before, after)
+            batching.make_findable(server, kv, content, slots[SLOT_ROW, i], r, after)
         event = batching.next_block_event(server, request, slots[SLOT_OFFSET, i], tick + 1)
         slots[SLOT_EVENT, i] = event
         next_event = min(next_event, event)
@@ -330,9 +327,9 @@ def _grow_prefill(server, slots, kv, requests, content, i, chunk):
         return True
     if need > 0:
         count = min(need + server["extra_blocks"], server["free_blocks"])
-        batching.take_blocks(server, kv, slots[SLOT_ROW, i], request, count)
+        batching.take_blocks(server, kv, request, count)
     if server["caching"]:
-        batching.make_findable(server, kv, content, slots[SLOT_ROW, i], r, before, after)
+        batching.make_findable(server, kv, content, slots[SLOT_ROW, i], r, after)
     return True
 
 
@@ -366,25 +363,19 @@ def _reuse_prefix(server, kv, request, content, r, budget):
     idle = hits
     row = 0
     if server["caching"]:
-        idle = 0
         # add_slot takes the same row: the top of the stack.
         row = kv.rows_free[kv.rows_free[kv.rows_free.size - 1] - 1]
-        hits = 0
+        kvcache.begin_row(kv, row)
+        hits, idle = 0, 0
         if request["restarts"] > 0 or not kvcache.is_private(content, r):
-            hits = kvcache.longest_prefix(kv, content, r, request["prompt"], size, row)
-        if hits * size == request["prompt"]:
-            hits -= 1  # at least one prompt token has to be computed to produce an output token
-        for k in range(hits):
-            if kv.blocks[kv.held[row, k]]["refs"] == 0:
-                idle += 1
+            hits, idle = kvcache.longest_prefix(kv, content, r, request["prompt"], size, row)
     computed = hits * size
     chunk = min(request["prompt"] - computed, budget)
     need = ceil_div(computed + chunk, size) - hits
     if need > server["free_blocks"] - idle:
         return False
     if server["caching"]:
-        for k in range(hits):
-            kvcache.reuse(server, kv, kv.held[row, k])
+        kvcache.reuse(server, kv, row, hits)
         request["blocks"] = hits
     else:
         server["free_blocks"] -= hits

@@ -25,7 +25,7 @@ SERVER = np.dtype(
         ("max_batch_tokens", "i8"),
         ("watermark_blocks", "i8"),
         ("caching", "i8"),  # 1: block-level prefix cache
-        ("explicit", "i8"),  # 1: blocks are tracked one by one; 0: counted (see batching.py)
+        ("explicit", "i8"),  # 1: blocks are tracked per request; 0: counted (see batching.py)
         ("extra_blocks", "i8"),  # taken along with each new block (vllm_v1)
         ("configured_speed", "f8"),
         ("compat", "i8"),  # 1: with Vidur's defects
@@ -54,8 +54,8 @@ SERVER = np.dtype(
         ("next_event", "i8"),  # explicit: tick at which a decode next needs or fills a block
         ("fresh", "i8"),  # counted vllm_v1: extra blocks due at the next decode iteration
         ("free_blocks", "i8"),
-        ("lru_head", "i8"),  # least recently used free block, -1: none
-        ("lru_tail", "i8"),
+        ("extents_fresh", "i8"),  # extents used so far; those beyond need no clearing
+        ("extents_spare", "i8"),  # first extent given back, linked by EXTENT.next; 0: none
         ("preempted_context", "i8"),  # tokens of answering requests that were preempted
         # totals
         ("requests", "i8"),
@@ -109,14 +109,22 @@ REQUEST_STATE = np.dtype(
     ]
 )
 
-#: One KV block of a replica with prefix caching.
-BLOCK = np.dtype(
+#: Consecutive KV blocks of a replica with prefix caching, see kvcache.py. Number 0 is no extent but
+#: the head of the free list, a circle; elsewhere 0 means none.
+EXTENT = np.dtype(
     [
-        ("key", "u8"),  # content identity; 0: not findable
+        ("chain", "i4"),  # content, see chains.py; -1: none
+        ("first", "i4"),  # number of its first block within the prompts
+        ("count", "i4"),  # blocks
         ("refs", "i4"),  # requests that hold it
         ("prev", "i4"),  # neighbours in the free list
         ("next", "i4"),
-        ("twin", "i4"),  # next block of the same content, younger; -1: none
+        ("before", "i4"),  # neighbours on the chain, of the oldest of twins
+        ("after", "i4"),
+        ("older", "i4"),  # twins: extents of the same content
+        ("younger", "i4"),
+        ("rest", "i4"),  # what was split off its end, for those who hold both
+        ("reserved", "i4"),
     ]
 )
 
@@ -200,16 +208,20 @@ REQUEST_FACT = np.dtype(
         ("predicted", "f8"),  # output tokens, when the predictor is static
         ("prefix_hash", "u8"),
         ("run_start", "i8"),
+        ("piece_start", "i8"),
         ("prompt", "i4"),
         ("output", "i4"),
         ("session", "i4"),
         ("turn", "i4"),
         ("child", "i4"),  # its follow-up, -1: none
         ("run_count", "i4"),
+        ("piece_count", "i4"),
         ("priority", "i4"),
-        ("reserved", "i4"),
     ]
 )
+
+#: One piece of a prompt's content, see chains.py.
+PIECE = np.dtype([("chain", "i4"), ("end", "i4")])
 
 NEWS_FIRST_TOKEN, NEWS_FINISHED, NEWS_FAILED = 0, 1, 2
 #: An event recorded for the hooks of policies written in Python.
@@ -227,11 +239,15 @@ class Tables(NamedTuple):
     n_roots: NDArray[np.int64]  #: [G]
     run_keys: NDArray[np.uint64]  #: [G, U] content path of each run
     run_tokens: NDArray[np.int32]  #: [G, U]
+    pieces: NDArray[np.void]  #: [G, 2 U] PIECE, see chains.py
     events: NDArray[np.void]  #: [G, E] EVENT, padded with at = inf
 
 
 class Fleet(NamedTuple):
-    """State of ``C`` clusters. ``S`` slots per replica, ``B`` cached blocks, ``H`` hash buckets."""
+    """State of ``C`` clusters. ``S`` slots per replica, ``B`` cached blocks, ``H`` hash buckets.
+
+    Memory for extents that are never used is never touched, so it costs nothing.
+    """
 
     clusters: NDArray[np.void]  #: [C] CLUSTER
     servers: NDArray[np.void]  #: [C, N] SERVER
@@ -241,9 +257,9 @@ class Fleet(NamedTuple):
     notices: NDArray[np.int64]  #: [C, 2, S + 1] first tokens, ends of an iteration; [., 0] = count
     requests: NDArray[np.void]  #: [C, R] REQUEST_STATE
     heap: NDArray[np.void]  #: [C, Q] HEAP_ENTRY
-    blocks: NDArray[np.void]  #: [C, N, B] BLOCK
-    buckets: NDArray[np.int32]  #: [C, N, H] block of a content key, -1: empty
-    held: NDArray[np.int32]  #: [C, N, S, L] blocks of a resident request, in order
+    extents: NDArray[np.void]  #: [C, N, B + 1] EXTENT
+    buckets: NDArray[np.int32]  #: [C, N, H] first extent of a chain, 0: empty
+    held: NDArray[np.int32]  #: [C, N, S, L + 2] extents of a resident request, see kvcache.py
     rows_free: NDArray[np.int64]  #: [C, N, S + 1] stack of unused rows of held; last = its size
     batches: NDArray[np.void]  #: [C, Z] BATCH, recorded iterations; Z = 0: do not record
     news: NDArray[np.void]  #: [C, Y] NEWS since the last decision; Y = 0: do not record

@@ -69,8 +69,12 @@ def match_tokens(index, replica, keys, tokens):
     slots = index.slots[replica]
     entry_keys = entries["key"]
     matched = np.int64(0)
+    entry = np.int32(0)
     for run in range(keys.size):
-        entry = slots[_find(entry_keys, slots, keys[run])]
+        # Runs that were inserted together are neighbours in the order of use.
+        entry = entries[entry]["older"]
+        if entry_keys[entry] != keys[run]:
+            entry = slots[_find(entry_keys, slots, keys[run])]
         known = entries[entry]["tokens"] if entry != 0 else 0
         matched += min(known, tokens[run])
         if known < tokens[run]:
@@ -90,18 +94,24 @@ def insert(index, replica, keys, tokens, capacity_tokens, now):
     slots = index.slots[replica]
     totals = index.totals[replica]
     entry_keys = entries["key"]
+    neighbour = np.int32(0)  # runs that were inserted together are neighbours in the order of use
     for run in range(keys.size - 1, -1, -1):
         if tokens[run] <= 0:
             continue
-        slot = _find(entry_keys, slots, keys[run])
-        if slots[slot] == 0:
-            if totals["count"] == entries.size - 1:
-                _evict_oldest(entries, slots, totals)
-                slot = _find(entry_keys, slots, keys[run])  # eviction may have moved it
-            slots[slot] = _take_entry(entries, totals, keys[run])
-        else:
-            _unlink(entries, slots[slot])
-        entry = slots[slot]
+        entry = neighbour
+        if entry_keys[entry] != keys[run]:
+            slot = _find(entry_keys, slots, keys[run])
+            entry = slots[slot]
+            if entry == 0:
+                if totals["count"] == entries.size - 1:
+                    _evict_oldest(entries, slots, totals)
+                    slot = _find(entry_keys, slots, keys[run])  # eviction may have moved it
+                entry = _take_entry(entries, totals, keys[run])
+                slots[slot] = entry
+                entries[entry]["older"] = entry  # in a circle of its own
+                entries[entry]["newer"] = entry
+        neighbour = entries[entry]["newer"]
+        _unlink(entries, entry)
         _link_newest(entries, entry)
         entries[entry]["used_at"] = now
         gained = tokens[run] - entries[entry]["tokens"]

@@ -11,7 +11,6 @@ from tailrace.config import Cluster, Engine, Replica, RouterSettings
 from tailrace.sim import kvcache
 from tailrace.sim.build import build_fleet, build_tables
 from tailrace.sim.chains import ENDLESS
-from tailrace.sim.clock import cache_of, content_of
 from tailrace.sim.reference.blocks import BlockPool
 from tailrace.sim.reference.content import BlockNames
 from tailrace.sim.simulator import simulate
@@ -123,6 +122,11 @@ def test_long_prompts_equal_the_reference_engine(blocks):
     assert ours.requests["cached_tokens"].max() > 10_000
 
 
+def content_of(table: RequestTable) -> kvcache.PromptContent:
+    tables = build_tables([table], (), RouterSettings(), 0)
+    return kvcache.PromptContent(tables.facts[0], tables.pieces[0])
+
+
 def chain_names(content, request: int, size: int, blocks: int) -> Iterator[tuple[int, int]]:  # type: ignore[no-untyped-def]
     """Chain and number of a request's first blocks."""
     fact = content.facts[request]
@@ -136,7 +140,7 @@ def chain_names(content, request: int, size: int, blocks: int) -> Iterator[tuple
 @HARD
 @given(branching_tables(), st.integers(1, 5))
 def test_blocks_are_equal_exactly_if_chain_and_number_are(table, size):
-    content = content_of(build_tables([table], (), RouterSettings(), 0), 0)
+    content = content_of(table)
     names = BlockNames(table)
     known: dict[tuple[int, int], tuple[int, int]] = {}
     for r in range(len(table)):
@@ -152,7 +156,7 @@ def test_a_conversation_is_one_piece_and_its_answers_another():
     turns = [[(0, 50), *((10 + k, 30) for k in range(n))] for n in range(40)]
     prompts = np.array([sum(t for _, t in run) for run in turns])
     table = RequestTable.build(np.arange(40.0), prompts, np.full(40, 5), turns)
-    content = content_of(build_tables([table], (), RouterSettings(), 0), 0)
+    content = content_of(table)
     facts, ends = content.facts, content.pieces["end"]
     assert facts["piece_count"].tolist() == [2] * 39 + [1]
     assert ends[facts["piece_start"][:39]].tolist() == prompts[:39].tolist()
@@ -169,7 +173,9 @@ class Pools:
         cluster = Cluster(replicas=(replica,))
         tables = build_tables([table], (), RouterSettings(), 0)
         fleet = build_fleet(cluster, [table], tables, RouterSettings(), Engine(), [0])
-        self.content, self.kv = content_of(tables, 0), cache_of(fleet, 0, 0)
+        rows = (fleet.extents, fleet.buckets, fleet.held, fleet.rows_free)
+        self.kv = kvcache.KvCache(*(array[0, 0] for array in rows))
+        self.content = content_of(table)
         self.server = fleet.servers[0, 0]
         self.pool = BlockPool(blocks, size, 0, True)
         self.names = BlockNames(table)

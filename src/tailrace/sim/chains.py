@@ -132,7 +132,7 @@ def _write_pieces(fact, run_tokens, pieces, scratch, used):
     """Write the pieces of a request behind the ``used`` ones; return how many are used then."""
     nodes = scratch.nodes
     first = used
-    end = 0
+    end = np.int64(0)
     last = fact["run_start"] + fact["run_count"] - 1
     for run in range(fact["run_start"], last + 1):
         if run_tokens[run] == 0 and run < last:

@@ -2,9 +2,9 @@
 
     python benchmarks/unknown_servers.py [--json]
 
-The same requests, one router with the same policy, and servers of which the router is told
-everything, nothing (it takes them for the default device), or nothing but learns. The first two
-minutes are not counted. Servers are emulated and time is virtual (bench_routers.py), so the figures
+Three routers with the same policy get the same requests. One is told how fast the servers are, one
+takes them all for the default device, and one starts from there and learns. The first two minutes
+are not counted. Servers are emulated and time is virtual (bench_routers.py), so the figures
 depend on nothing but the seeds.
 """
 

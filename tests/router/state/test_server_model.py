@@ -11,6 +11,7 @@ from router.clusters import Clock, backends, new_chooser
 from router.state.test_parity import Twin
 from tailrace.config import Cluster, Event, Replica, RouterSettings
 from tailrace.policy import registry
+from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state import server_model
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
@@ -37,7 +38,7 @@ pytestmark = pytest.mark.compiled
 
 
 class Stranger(Twin):
-    """A live router in front of simulated servers of which it is told nothing."""
+    """A live router in front of simulated servers whose speeds it does not know."""
 
     def __init__(
         self,
@@ -160,14 +161,12 @@ def test_times_that_follow_no_cost_model_are_flagged() -> None:
     models = server_model.new_models([Replica()]).reshape(1, 1)
     cluster = ClusterState(backends(Replica()), Clock())
     rng = np.random.default_rng(1)
-    marks = np.zeros(64, server_model.MARK)
-    cost = cluster.costs[0]
+    views = cluster.replicas.reshape(1, 1)
     for k in range(200):
-        serial, now = k << 8, 10.0 * k
-        views = cluster.replicas.reshape(1, 1)
-        server_model.sent(models, views, 0, 0, marks, serial, now)
-        arguments = (models, views, 0, 0, cost, marks, serial)
-        server_model.first_token(*arguments, now + 0.1, 100, 0)
+        now, lesson = 10.0 * k, np.zeros(1, server_model.LESSON)
+        server_model.sent(models, views, 0, lesson, now)
+        arguments = (models, views, cluster.costs, 0, 0, lesson)
+        server_model.first_token(*arguments, now + 0.1, 100)
         server_model.ended(*arguments, now + 0.1 + float(rng.choice([0.01, 5.0])), 50)
     cluster.models[0] = models[0, 0]
     assert speed_of(cluster, 0).unexplained
@@ -177,19 +176,26 @@ def test_times_that_follow_no_cost_model_are_flagged() -> None:
 
 def test_two_workers_learn_from_what_both_send() -> None:
     """A server that answers two workers at once is no slower than one that answers one."""
+    clock = Clock()
     shared = new_shared_state(backends(Replica()), 2)
-    for worker in (0, 1):
-        ClusterState(backends(Replica()), Clock(), worker_view=shared.of(worker))
-    marks = np.zeros(64, server_model.MARK)
-    cost = replica_costs([Replica()])[0]
-    both = shared.models, shared.replicas
-    for worker in (0, 1):
-        shared.replicas[worker, 0]["context_tokens"] = 300
-        serial = worker << 8
-        server_model.sent(*both, worker, 0, marks, serial, 0.0)
-        server_model.first_token(*both, worker, 0, cost, marks, serial, 0.1 * worker, 1000, 0)
-    assert marks[1]["first"]["prefilled"] == 2000
-    assert marks[1]["first"]["context"] == 600
+    workers = [
+        ClusterState(backends(Replica()), clock, worker_view=shared.of(worker)) for worker in (0, 1)
+    ]
+    attempts = []
+    for cluster, text in zip(workers, "xy", strict=True):
+        arrival = cluster.arrive(RequestBody("completion", text=text, streams=True))
+        arrival.prompt_tokens = 1000
+        decision = new_chooser(cluster, "round_robin").choose(arrival)
+        assert decision is not None
+        attempts.append(Attempt(cluster, arrival, 0, decision))
+    for attempt in attempts:
+        clock.now += 0.1
+        attempt.tokens(3)
+    lesson = attempts[1].lesson
+    assert lesson is not None
+    assert lesson["first"]["prefilled"] == 2000
+    assert lesson["first"]["output"] == 3
+    assert lesson["first"]["context"] == 1003
 
 
 def test_it_is_kept_over_a_restart(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ adapters, sleep, shutdown) is out of reach unless the setting ``paths`` names it
 """
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 #: Kinds of requests that the router answers itself.
@@ -63,6 +64,7 @@ INFERENCE = (
 INFERENCE_PATHS = tuple(route.path for route in INFERENCE)
 
 
+@lru_cache(maxsize=256)
 def kind_of(path: str) -> str:
     """Return the kind of request a path stands for, whatever is before ``/v1/``."""
     plain = path.partition("?")[0].rstrip("/")

@@ -1,5 +1,8 @@
 """One request at one replica, from sending to its end."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tailrace.router.intake.tokens import USAGE
 from tailrace.router.state.arrival import Arrival, Decision
 from tailrace.router.state.cluster import ClusterState
@@ -16,9 +19,9 @@ class Attempt:
 
     __slots__ = (
         "_cluster", "_open", "answer_tokens", "answering", "arrival", "cached", "decision", "epoch",
-        "estimated", "first_at", "last_at", "outcome", "predicted", "prompt_tokens", "replica",
-        "reported_cached", "reported_output", "reported_prompt", "sent_at", "serial", "streamed",
-        "used_at",
+        "estimated", "first_at", "last_at", "lesson", "outcome", "predicted", "prompt_tokens",
+        "replica", "reported_cached", "reported_output", "reported_prompt", "sent_at", "serial",
+        "streamed", "used_at",
     )  # fmt: skip
 
     def __init__(
@@ -48,6 +51,9 @@ class Attempt:
         self.cached = decision.cached
         if replica != decision.replica:
             self.cached = cluster.cached_on(arrival, replica)
+        self.lesson: NDArray[np.void] | None = None
+        if now >= cluster.lesson_at[replica] and arrival.asked.streams:
+            self.lesson = cluster.begin_lesson(replica, now)
         self.used_at, self.answer_tokens = cluster.sent(self)
         self._enter_session()
         if not arrival.asked.streams:

@@ -8,6 +8,7 @@ saw in training. All of them are written here; attempts (attempt.py) call the me
 
 import heapq
 import itertools
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -58,9 +59,12 @@ _AVAILABLE, _CONTEXT, _OLDEST = (
     list(REPLICA_VIEW.names or ()).index(name)
     for name in ("available", "context_tokens", "oldest_sent")
 )
+_MODEL_WIDTH = server_model.SERVER_MODEL.itemsize // 8
+_MODEL_FIELDS: Any = server_model.SERVER_MODEL.fields
+_PREFILLED = _MODEL_FIELDS["prefilled"][1] // 8  # after it: prefill_work
 _REQUEST = struct.Struct("=dqdqdqqqQqdd")
 assert _REQUEST.size == REQUEST_VIEW.itemsize
-_ATTEMPT = struct.Struct("=qdqqdqqddqqqqq")
+_ATTEMPT = struct.Struct("=qdqqdqqddqqq")
 assert _ATTEMPT.size == kernels.ATTEMPT.itemsize
 _HOOKS = ("sent", "first_token", "finished", "failed")
 
@@ -80,6 +84,7 @@ class LedgerEntry(Protocol):
     answer_tokens: int  #: tokens of ``cached`` that are an earlier answer
     answering: bool  #: its first token is in the ledger
     streamed: int  #: tokens so far
+    lesson: NDArray[np.void] | None  #: [1] LESSON, if a server's speed is learned from it
     first_at: float | None  #: when its first token came, s; None: it has not, or was presumed
     outcome: str | None  #: None: it has not ended
 
@@ -146,7 +151,8 @@ class ClusterState:
         self.costs = replica_costs([])
         """Cost models [n] COST of the replicas: given, assumed or learned."""
         self._learn_speeds = learn_speeds
-        self._marks: NDArray[np.void] = np.zeros(server_model.MARKS, server_model.MARK)
+        self.lesson_at: list[float] = []
+        """When the next request to each replica may teach how fast it is, s; inf: none does."""
         self.beliefs: NDArray[np.void] = np.zeros(0, kernels.BELIEF)
         self.waiting: list[dict[int, float]] = []
         self.epochs: list[int] = []
@@ -198,6 +204,7 @@ class ClusterState:
         self.backends[replica] = backend
         self.costs[replica] = replica_costs([server])[0]
         self.models[replica] = self._new_models([server])[0]
+        self.lesson_at[replica] = self._first_lesson(replica)
         self.beliefs[replica] = (self._believed(server), 1)
         self._misses[replica], self._answer_share[replica] = 0, 1.0
 
@@ -207,7 +214,7 @@ class ClusterState:
             self.forget(replica)
             self.replicas[replica] = np.zeros((), REPLICA_VIEW)  # other workers leave it out
         del self.backends[count:], self.waiting[count:], self.epochs[count:]
-        del self._misses[count:], self._answer_share[count:]
+        del self._misses[count:], self._answer_share[count:], self.lesson_at[count:]
         self.costs, self.beliefs = self.costs[:count], self.beliefs[:count]
         self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
         self._take_rows(count)
@@ -224,6 +231,7 @@ class ClusterState:
         self.backends += backends
         self.costs = np.concatenate([self.costs, replica_costs(servers)])
         self.models[new] = self._new_models(servers)
+        self.lesson_at += [self._first_lesson(replica) for replica in range(old, n)]
         believed = np.array([(self._believed(s), 1) for s in servers], kernels.BELIEF)
         self.beliefs = np.concatenate([self.beliefs, believed])
         self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
@@ -237,10 +245,19 @@ class ClusterState:
         models["learns"] &= self._learn_speeds
         return models
 
+    def _first_lesson(self, replica: int) -> float:
+        return -math.inf if self.models[replica]["learns"] else math.inf
+
+    def begin_lesson(self, replica: int, now: float) -> NDArray[np.void]:
+        """A request is about to be sent from which a replica's speed is learned."""
+        self.lesson_at[replica] = now + server_model.LESSON_EVERY_S
+        lesson = np.zeros(1, server_model.LESSON)
+        server_model.sent(self._all_models, self._all_views, replica, lesson, now)
+        return lesson
+
     def follow_model(self, replica: int) -> None:
         """What is known of a replica's speed has changed: let its records follow."""
-        server_model.apply(self.models[replica], self.costs[replica])
-        kernels.follow_cost(self.replicas[replica], self.costs[replica])
+        server_model.apply(self.models[replica], self.replicas[replica], self.costs[replica])
         self.seen[replica] = self.replicas[replica]
 
     def _take_rows(self, count: int) -> None:
@@ -250,6 +267,7 @@ class ClusterState:
         self._all_views = worker_view.shared.replicas[:, :count]
         self._all_models = worker_view.shared.models[:, :count]
         self.models = self._all_models[worker_view.worker]
+        self._progress = memory_of(self.models.view(np.float64))
         self.index = worker_view.index(count)
         self.routers, self.seen_routers = worker_view.routers()
         self.cells = memory_of(self.replicas.view(np.int64))
@@ -433,12 +451,10 @@ class ClusterState:
         _ATTEMPT.pack_into(
             self._attempt_buffer, 0, replica, now, entry.prompt_tokens, entry.cached,
             entry.predicted, runs.branch_at, runs.total, self.counter.units_per_token, now, 0, 0, 0,
-            entry.serial, self.worker_view.worker,
         )  # fmt: skip
         found: tuple[float, int] = kernels.opened(
             self._attempt, self.replicas, self.routers, index.entries, index.slots, index.totals,
-            self.beliefs, runs.keys, runs.units, self._all_views,
-            self._all_models, self._marks,
+            self.beliefs, runs.keys, runs.units,
         )  # fmt: skip
         waiting = self.waiting[replica]
         if not waiting:
@@ -450,15 +466,21 @@ class ClusterState:
         """The first ``entry.streamed`` tokens of an attempt have come back."""
         r = entry.replica
         if entry.epoch == self.epochs[r]:
-            _ATTEMPT.pack_into(
-                self._attempt_buffer, 0, r, entry.first_at or 0.0, entry.prompt_tokens,
-                entry.cached, 0.0, 0, 0, 0.0, entry.sent_at, entry.first_at is None,
-                entry.streamed, 0, entry.serial, self.worker_view.worker,
-            )  # fmt: skip
+            if entry.first_at is not None and self.lesson_at[r] < math.inf:
+                cached = entry.cached
+                uncached = entry.prompt_tokens - cached
+                at = r * _MODEL_WIDTH + _PREFILLED
+                progress = self._progress
+                progress[at] += uncached
+                progress[at + 1] += uncached * (cached + 0.5 * uncached)
+                if entry.lesson is not None:
+                    server_model.first_token(
+                        self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
+                        entry.lesson, entry.first_at, uncached,
+                    )  # fmt: skip
             kernels.answered(
-                self._attempt, self.replicas, self.costs, self._all_views, self._all_models,
-                self._marks,
-            )  # fmt: skip
+                self.replicas, r, entry.prompt_tokens, entry.cached, entry.sent_at, entry.streamed
+            )
             self._left_queue(r, entry.serial)
 
     def streamed(self, entry: LedgerEntry, n: int) -> None:
@@ -476,15 +498,19 @@ class ClusterState:
         if entry.epoch != self.epochs[r]:
             return 0.0
         runs, index = entry.arrival.runs, self.index
+        if entry.lesson is not None and output > 1:
+            server_model.ended(
+                self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
+                entry.lesson, now, output,
+            )  # fmt: skip
         _ATTEMPT.pack_into(
             self._attempt_buffer, 0, r, now, entry.prompt_tokens, entry.cached, entry.predicted,
             runs.branch_at, runs.total, self.counter.units_per_token, entry.sent_at,
-            entry.answering, entry.streamed, output, entry.serial, self.worker_view.worker,
+            entry.answering, entry.streamed, output,
         )  # fmt: skip
         decode_s = kernels.ended(
             self._attempt, self.request, self.replicas, self.costs, self.routers, index.entries,
-            index.slots, index.totals, self.beliefs, runs.keys, runs.units, self._all_views,
-            self._all_models, self._marks,
+            index.slots, index.totals, self.beliefs, runs.keys, runs.units,
         )  # fmt: skip
         self._left_queue(r, entry.serial)
         return float(decode_s)

@@ -25,9 +25,7 @@ from tailrace.policy.learned.observation import _decode_s
 from tailrace.policy.learned.policy import learned_scores
 from tailrace.policy.rules import LEARNED, quantities, score
 from tailrace.policy.rules.predicted import predicted_ttft
-from tailrace.router.state import server_model
 from tailrace.view import ledger, prefix_index
-from tailrace.view.cost_model import prefill_tokens_per_s
 from tailrace.view.prefix_index import PrefixIndex
 from tailrace.view.records import HISTORY_S, View
 from tailrace.view.selection import NO_REPLICA, choose
@@ -95,8 +93,6 @@ ATTEMPT = np.dtype(
         ("answering", "i8"),  # 1: its first token is in the ledger
         ("streamed", "i8"),  # tokens so far
         ("output", "i8"),  # tokens of a complete answer; -1: there is none to learn from
-        ("serial", "i8"),
-        ("worker", "i8"),
     ]
 )
 #: What is believed of a replica's prefix cache.
@@ -407,9 +403,7 @@ def _weigh(gain, best, reason, ours, theirs, d):
 
 
 @jit
-def opened(
-    attempt, replicas, routers, entries, slots, totals, beliefs, keys, units, views, models, marks
-):  # fmt: skip
+def opened(attempt, replicas, routers, entries, slots, totals, beliefs, keys, units):
     """A request leaves for a replica.
 
     Returns when the last of the runs it may find cached was used before, s (-inf: there is none),
@@ -419,7 +413,6 @@ def opened(
     r, now, prompt, cached = t["replica"], t["now"], t["prompt_tokens"], t["cached_tokens"]
     branch_at, total = t["branch_at"], t["total_units"]
     replica, parts = replicas[r], beliefs[r]["caching"]
-    server_model.sent(models, views, t["worker"], r, marks, t["serial"], now)
     ledger.sent(replica, prompt, cached, ledger.whole_tokens(t["predicted_output"]), now)
     routers[MAIN]["decisions"] += 1
     used_at = -np.inf
@@ -462,31 +455,15 @@ def _remove(entries, slots, totals, key):
 
 
 @jit
-def answered(attempt, replicas, costs, views, models, marks):
-    """Its first ``streamed`` tokens have come back; ``answering`` = 1: or are presumed to have."""
-    t = attempt[0]
-    r, prompt, cached = t["replica"], t["prompt_tokens"], t["cached_tokens"]
-    replica = replicas[r]
-    if t["answering"] == 0:
-        server_model.first_token(
-            models, views, t["worker"], r, costs[r], marks, t["serial"], t["now"], prompt, cached
-        )
-        follow_cost(replica, costs[r])
-    ledger.answering(replica, prompt, cached, t["sent_at"])
-    replica["context_tokens"] += prompt + t["streamed"]
-
-
-@jit
-def follow_cost(replica, cost):
-    """Write into a replica's record what follows from its cost model."""
-    speed = replica["speed"]
-    replica["prefill_tokens_per_s"] = prefill_tokens_per_s(cost, replica["token_budget"], speed)
+def answered(replicas, r, prompt, cached, sent_at, streamed):
+    """Its first ``streamed`` tokens have come back."""
+    ledger.answering(replicas[r], prompt, cached, sent_at)
+    replicas[r]["context_tokens"] += prompt + streamed
 
 
 @jit
 def ended(
-    attempt, request, replicas, costs, routers, entries, slots, totals, beliefs, keys, units,
-    views, models, marks,
+    attempt, request, replicas, costs, routers, entries, slots, totals, beliefs, keys, units
 ):  # fmt: skip
     """A request has ended, or was lost on the way.
 
@@ -496,11 +473,6 @@ def ended(
     r, prompt, streamed, output = t["replica"], t["prompt_tokens"], t["streamed"], t["output"]
     replica, parts = replicas[r], beliefs[r]["caching"]
     decode_s = _decode_s(View(request[0], replicas, costs, routers[MAIN]), r)
-    if output >= 0:
-        server_model.ended(
-            models, views, t["worker"], r, costs[r], marks, t["serial"], t["now"], output
-        )
-        follow_cost(replica, costs[r])
     if t["answering"] == 0:
         ledger.answering(replica, prompt, t["cached_tokens"], t["sent_at"])
     else:

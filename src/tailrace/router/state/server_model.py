@@ -9,7 +9,8 @@ which the coefficients differ from those of the device that is assumed at the st
 
 The filter starts from a prior over devices, in which all coefficients scale together more readily
 than they differ. It forgets slowly, and quickly when what it sees no longer fits, so that it
-follows a server that slows down. Compiled code, called by ``kernels.py``; no allocation.
+follows a server that slows down. Of the requests to a server, at most one every ``LESSON_EVERY_S``
+teaches; ``cluster.py`` calls the compiled functions.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from tailrace.compiled import jit
 from tailrace.config import Replica
-from tailrace.view.cost_model import token_ms
+from tailrace.view.cost_model import prefill_tokens_per_s, token_ms
 from tailrace.view.records import COST, MAX_KNOTS
 from tailrace.view.replicas import replica_costs
 
@@ -46,8 +47,9 @@ SURPRISE = 3.0
 LEAST, MAX_VARIANCE = 0.01, 100.0
 #: Weight of one more equation in the moving mean of relative errors.
 ERROR_STEP = 0.02
-#: Open requests that are remembered; more are forgotten, which costs an equation.
-MARKS = 4096
+#: Shortest time between two requests that teach, s. At low rates every request does; at high
+#: rates, when CPU time matters, few do.
+LESSON_EVERY_S = 0.02
 
 #: What is known of a server.
 SERVER_MODEL = np.dtype(
@@ -77,11 +79,9 @@ DONE = [
     ("decodes", "f8"),  # requests answering
     ("begun", "f8"),  # uncached prompt tokens that were probably prefilled already
 ]
-#: An open request: its serial number, and what its server had done when it was sent and when its
-#: first token came.
-MARK = np.dtype([("serial", "i8"), ("sent", DONE), ("first", DONE)])
-
-
+#: What its server had done when a request was sent and when its first token came; ``first.at`` is
+#: 0 before that.
+LESSON = np.dtype([("sent", DONE), ("first", DONE)])
 #: Settings of a server that say how fast it is.
 SPEED_SETTINGS = frozenset({"device", "cost", "speed"})
 
@@ -102,11 +102,6 @@ def new_models(servers: Sequence[Replica]) -> NDArray[np.void]:
 
 
 @jit
-def _slot(marks, serial):
-    return (serial >> 8) % marks.size
-
-
-@jit
 def _note(done, models, replicas, r, now):
     done["at"] = now
     done["output"] = done["prefilled"] = done["prefill_work"] = 0.0
@@ -122,40 +117,28 @@ def _note(done, models, replicas, r, now):
 
 
 @jit
-def sent(models, replicas, me, r, marks, serial, now):
-    """Worker ``me`` sends a request to replica ``r``; the ledger does not have it yet.
+def sent(models, replicas, r, lesson, now):
+    """A request leaves for replica ``r``; the ledger does not have it yet.
 
-    ``models`` [w, n] and ``replicas`` [w or more, n] REPLICA_VIEW of all workers.
+    ``models`` [w, n] and ``replicas`` [w or more, n] REPLICA_VIEW of all workers; ``lesson`` [1].
     """
-    if models[me, r]["learns"] == 0:
-        return
-    mark = marks[_slot(marks, serial)]
-    mark["serial"] = serial
-    _note(mark["sent"], models, replicas, r, now)
+    done = lesson[0]["sent"]
+    _note(done, models, replicas, r, now)
     # Of the prompt that is being prefilled, about half is done.
     uncached, queued = 0.0, 1e-9
     for w in range(models.shape[0]):
         uncached += replicas[w, r]["queued_uncached"]
         queued += replicas[w, r]["queued"]
-    mark["sent"]["begun"] = 0.5 * uncached / queued
-    mark["first"]["at"] = -np.inf
+    done["begun"] = 0.5 * uncached / queued
 
 
 @jit
-def first_token(models, replicas, me, r, cost, marks, serial, now, prompt, cached):
-    """The first token of a stream has come; the ledger still has it among the queued."""
+def first_token(models, replicas, costs, me, r, lesson, now, uncached):
+    """Learn from its first token; it is among the prefilled, and in the ledger still queued."""
     model, replica = models[me, r], replicas[me, r]
-    if model["learns"] == 0:
-        return
-    uncached = float(prompt - cached)
-    model["prefilled"] += uncached
-    model["prefill_work"] += uncached * (cached + 0.5 * uncached)
-    mark = marks[_slot(marks, serial)]
-    if mark["serial"] != serial:
-        return
-    before, after = mark["sent"], mark["first"]
+    before, after = lesson[0]["sent"], lesson[0]["first"]
     _note(after, models, replicas, r, now)
-    prefilled = max(uncached, after["prefilled"] - before["prefilled"] - before["begun"])
+    prefilled = max(float(uncached), after["prefilled"] - before["prefilled"] - before["begun"])
     output = max(0.0, after["output"] - before["output"])
     decodes = 0.5 * (before["decodes"] + after["decodes"])
     iterations = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
@@ -169,19 +152,15 @@ def first_token(models, replicas, me, r, cost, marks, serial, now, prompt, cache
     model["row"][BASE] *= 1.0 + 0.5 / iterations
     model["row"][OVERHEAD] = OVERHEAD_S
     _learn(model, (now - before["at"]) * replica["speed"], now, FIRST_NOISE)
-    apply(model, cost)
+    apply(model, replica, costs[r])
 
 
 @jit
-def ended(models, replicas, me, r, cost, marks, serial, now, output):
-    """A stream is complete after ``output`` tokens; the ledger still has it."""
+def ended(models, replicas, costs, me, r, lesson, now, output):
+    """Learn from a stream that is complete after ``output`` tokens; the ledger still has it."""
     model, replica = models[me, r], replicas[me, r]
-    mark = marks[_slot(marks, serial)]
-    before, after = mark["first"], mark["sent"]
-    if model["learns"] == 0 or mark["serial"] != serial or before["at"] == -np.inf:
-        return
-    mark["serial"] = -1
-    if output < 2:
+    before, after = lesson[0]["first"], lesson[0]["sent"]
+    if before["at"] == 0.0 or output < 2:
         return
     _note(after, models, replicas, r, now)
     iterations = output - 1.0
@@ -191,7 +170,7 @@ def ended(models, replicas, me, r, cost, marks, serial, now, output):
     context = 0.5 * (before["context"] + after["context"])
     _equation(model, replica, iterations, tokens, prefilled, context, work)
     _learn(model, (now - before["at"]) * replica["speed"], now, ANSWER_NOISE)
-    apply(model, cost)
+    apply(model, replica, costs[r])
 
 
 @jit
@@ -257,8 +236,8 @@ def _learn(model, seconds, now, noise):
 
 
 @jit
-def apply(model, cost):
-    """Write the cost model that follows from the factors."""
+def apply(model, replica, cost):
+    """Write the cost model that follows from the factors, and what follows from that."""
     factors, prior = model["factors"], model["prior"]
     cost["base_ms"] = prior["base_ms"] * factors[BASE]
     cost["per_token_ms"] = prior["per_token_ms"] * factors[TOKEN]
@@ -266,9 +245,12 @@ def apply(model, cost):
     cost["per_prefill_ms"] = prior["per_prefill_ms"] * factors[PREFILL]
     for k in range(MAX_KNOTS):
         cost["slope_ms"][k] = prior["slope_ms"][k] * factors[TOKEN]
+    replica["prefill_tokens_per_s"] = prefill_tokens_per_s(
+        cost, replica["token_budget"], replica["speed"]
+    )
 
 
 @jit
 def answer_ms(cost, answers, context):
-    """Time of one iteration with so many answers and so many tokens of context each, ms."""
+    """Time of one iteration that decodes ``answers`` requests of ``context`` tokens each, ms."""
     return token_ms(cost, float(answers)) + cost["per_context_ms"] * (answers * context)

@@ -22,7 +22,7 @@ CERTAIN = 0.1
 UNEXPLAINED = 0.5
 #: Equations before either is said.
 ENOUGH = 20
-#: The time per output token is given for so many answers at once, each with so much context.
+#: Load at which the time per output token is reported: answers at once, tokens of context each.
 TYPICAL_ANSWERS, TYPICAL_CONTEXT = 8, 1000
 #: After a restart a server may be another one: variance that is added to what was known.
 DOUBT = 0.1**2

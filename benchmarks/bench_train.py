@@ -64,6 +64,13 @@ class Size(NamedTuple):
         """Decisions per update."""
         return self.clusters * self.decisions
 
+    @property
+    def settings(self) -> PpoSettings:
+        """Settings of PPO, for both sides."""
+        return PpoSettings(
+            **self._asdict(), discount_by="decision", gamma=GAMMA, gae_lambda=GAE_LAMBDA, warmup=0
+        )
+
 
 DEFAULTS = PpoSettings()
 DEFAULT = Size(DEFAULTS.clusters, DEFAULTS.decisions, DEFAULTS.epochs, DEFAULTS.minibatch)
@@ -92,17 +99,7 @@ class Tailrace:
     def __init__(self, size: Size, processes: int = 1) -> None:
         """Make network, learner and, if there are several processes, workers."""
         self.size, self.processes = size, processes
-        settings = PpoSettings(
-            clusters=size.clusters,
-            decisions=size.decisions,
-            epochs=size.epochs,
-            minibatch=size.minibatch,
-            discount_by="decision",
-            gamma=GAMMA,
-            gae_lambda=GAE_LAMBDA,
-            warmup=0,
-        )
-        self.learner = Learner(new_network(), settings, 1000)
+        self.learner = Learner(new_network(), size.settings, 1000)
         self.workers = WorkerPool(processes)
         self.done = 0
 
@@ -163,6 +160,28 @@ class NetworkPolicy(ActorCriticPolicy):
         return self._look(obs)[1]
 
 
+def sb3_ppo(
+    env: RouterVecEnv,
+    settings: PpoSettings,
+    seed: int,
+    policy: Any = NetworkPolicy,
+    **changes: Any,
+) -> PPO:
+    """Return Stable-Baselines3's PPO with our settings; ``changes`` are arguments of its own."""
+    arguments = {
+        "learning_rate": settings.learning_rate,
+        "n_steps": settings.decisions,
+        "batch_size": settings.minibatch,
+        "n_epochs": settings.epochs,
+        "gamma": settings.gamma,
+        "gae_lambda": settings.gae_lambda,
+        "vf_coef": settings.value_weight,
+        "max_grad_norm": settings.max_grad_norm,
+        "clip_range": settings.clip_range,
+    }
+    return PPO(policy, env, **arguments | changes, device="cpu", seed=seed, verbose=0)
+
+
 class StableBaselines3:
     """Its PPO on the same environment."""
 
@@ -170,22 +189,8 @@ class StableBaselines3:
         """Make environment and model; an episode is as long as a roll-out, as ours is."""
         self.size = size
         env = RouterVectorEnv(size.clusters, SCENARIO, copy=False, decisions=size.decisions)
-        self.model = PPO(
-            policy,
-            RouterVecEnv(env),
-            learning_rate=DEFAULTS.learning_rate,
-            n_steps=size.decisions,
-            batch_size=size.minibatch,
-            n_epochs=size.epochs,
-            gamma=GAMMA,
-            gae_lambda=GAE_LAMBDA,
-            ent_coef=ENTROPY.entropy_weight,
-            vf_coef=DEFAULTS.value_weight,
-            max_grad_norm=DEFAULTS.max_grad_norm,
-            clip_range=DEFAULTS.clip_range,
-            device="cpu",
-            seed=1,
-            verbose=0,
+        self.model = sb3_ppo(
+            RouterVecEnv(env), size.settings, 1, policy, ent_coef=ENTROPY.entropy_weight
         )
 
     def update(self) -> None:

@@ -1,13 +1,13 @@
-"""How long does PPO take, from random weights, to beat the rules? Stable-Baselines3's beside it.
+"""CPU time that PPO needs to beat the rules from random weights, next to Stable-Baselines3's.
 
     python benchmarks/time_to_beat.py [--seeds 3] [-o docs/results/time_to_beat.json]
 
-Both train the same network on chat at 80 % load on four replicas, one thread: ours by the preset
-``ppo-scratch``, Stable-Baselines3 with the same learning rate, discount, epochs and decisions per
-update, through the shipped adapter and with the normaliser of observations taught beforehand. After
-every update the policy plays validation traffic, always taking its best choice. What is told is the
-CPU time of training, without these evaluations, after which its cost was below a rule's for the
-first time, and from when on it stayed below.
+Both train the same network on chat at 80 % load on four replicas, on one thread: Tailrace with the
+preset ``ppo-scratch``, Stable-Baselines3 with the same learning rate, discount, epochs and
+decisions per update, through the shipped adapter and with observation statistics collected
+beforehand. The greedy policy is evaluated on validation traffic after every update. The benchmark
+reports two CPU times of training for each rule: when the policy's cost first fell below the rule's,
+and since when it has stayed below. Evaluations are not counted.
 """
 
 import argparse
@@ -20,11 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 
 from bench_sim import machine
-from bench_train import NetworkPolicy
+from bench_train import sb3_ppo
 from tailrace.env.sb3 import RouterVecEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.files import atomic_path
@@ -40,7 +39,7 @@ from tailrace.policy.learned.network import Network
 from tailrace.sim.engine import LEARNED_CODE
 
 SCENARIO = "uniform-chat-80"
-#: Rollouts of Stable-Baselines3 that an episode is long: queues need a while to build up.
+#: Length of an episode of Stable-Baselines3 in rollouts: queues take a while to build up.
 EPISODE = 4
 RULES = ("random", "round_robin", "least_outstanding")
 
@@ -49,27 +48,27 @@ class Clock:
     """CPU seconds of training, and the score after each update."""
 
     def __init__(self, validation: Validation, workers: WorkerPool) -> None:
-        """Stand still until :meth:`start`."""
+        """Create a stopped clock."""
         self.validation, self.workers = validation, workers
         self.spent, self._since = 0.0, 0.0
         self.curve: list[tuple[float, float]] = []
 
     def start(self) -> None:
-        """Count from here on."""
+        """Start counting CPU time."""
         self._since = time.process_time()
 
     def stop(self) -> None:
-        """Do not count what follows."""
+        """Stop counting CPU time."""
         self.spent += time.process_time() - self._since
 
     def judge(self, network: Network) -> None:
-        """Play validation traffic."""
+        """Evaluate the greedy policy on validation traffic."""
         policy = CompiledPolicy(LEARNED_CODE, pack(network.config, network.tensors()))
         score = self.validation.evaluate(policy, self.workers).score
         self.curve.append((round(self.spent, 2), round(score, 4)))
 
     def told(self) -> dict[str, Any]:
-        """Return for each rule when it was beaten first, and from when on always; None: never."""
+        """Return when each rule was first beaten, and since when for good; None: never."""
         found: dict[str, Any] = {}
         for rule in RULES:
             bar = self.validation.score(self.validation.rule_costs[rule])
@@ -90,22 +89,22 @@ def settings_of(seed: int) -> s.TrainSettings:
 
 
 class Watched(Silent):
-    """Follows a run of ours."""
+    """Times a Tailrace run."""
 
     def __init__(self, clock: Clock) -> None:
-        """Wait for the trainer."""
+        """The trainer is set later: it needs the watcher first."""
         self.clock = clock
         self.trainer: Trainer | None = None
 
     def phase(self, name: str) -> None:
-        """Count updates alone."""
+        """Count updates only."""
         if name == "ppo":
             self.clock.start()
         elif name == "evaluating":
             self.clock.stop()
 
     def step(self, step: int, steps: int, metrics: Mapping[str, Any]) -> None:
-        """Judge the policy after an update."""
+        """Evaluate the policy after an update."""
         del step, steps
         if "score" not in metrics:  # otherwise the trainer's own evaluation has stopped the clock
             self.clock.stop()
@@ -114,7 +113,7 @@ class Watched(Silent):
 
 
 def ours(seed: int, clock: Clock) -> None:
-    """Train by the preset."""
+    """Train with the preset."""
     with TemporaryDirectory() as folder:
         watcher = Watched(clock)
         watcher.trainer = Trainer(Path(folder) / "run", settings_of(seed), 1, watcher)
@@ -122,10 +121,10 @@ def ours(seed: int, clock: Clock) -> None:
 
 
 class AfterUpdate(BaseCallback):
-    """Follows a run of Stable-Baselines3's."""
+    """Times a Stable-Baselines3 run."""
 
     def __init__(self, clock: Clock) -> None:
-        """Count from the first rollout on."""
+        """Counting starts with the first rollout."""
         super().__init__()
         self.clock = clock
 
@@ -157,22 +156,7 @@ def theirs(seed: int, clock: Clock) -> None:
         RouterVectorEnv(p.clusters, SCENARIO, copy=False, decisions=EPISODE * p.decisions)
     )
     first, last = p.learning_rate, p.final_learning_rate
-    model = PPO(
-        NetworkPolicy,
-        env,
-        learning_rate=lambda left: last + left * (first - last),
-        n_steps=p.decisions,
-        batch_size=p.minibatch,
-        n_epochs=p.epochs,
-        gamma=p.gamma,
-        gae_lambda=p.gae_lambda,
-        vf_coef=p.value_weight,
-        max_grad_norm=p.max_grad_norm,
-        clip_range=p.clip_range,
-        device="cpu",
-        seed=seed,
-        verbose=0,
-    )
+    model = sb3_ppo(env, p, seed, learning_rate=lambda left: last + left * (first - last))
     network: Any = model.policy.network
     rng = np.random.default_rng(seed)
     env.reset()
@@ -184,7 +168,7 @@ def theirs(seed: int, clock: Clock) -> None:
 
 
 def main() -> None:
-    """Train both with several seeds and print."""
+    """Train both with several seeds and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("-o", "--output", type=Path, help="write JSON here too")

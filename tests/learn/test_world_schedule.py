@@ -158,6 +158,21 @@ def test_teachers_by_their_shares(tmp_path):
     assert CompiledPolicy.of("lmetric").code not in chosen
 
 
+@pytest.mark.parametrize("round_", [0, 1])
+@pytest.mark.parametrize("seed", range(5))
+def test_few_worlds_are_shared_out_exactly_and_in_random_order(tmp_path, seed, round_):
+    names = ("round_robin", "least_outstanding", "random", "lmetric")
+    over = {
+        "seed": seed,
+        "demonstrations": {"teachers": dict(zip(names, (1, 1, 1, 3), strict=True)), "worlds": 12},
+    }
+    made = schedule(tmp_path, over)
+    chosen = [task.teachers[0].code for task in made.label_tasks(round_, NETWORK, False, None)]
+    assert [chosen.count(CompiledPolicy.of(name).code) for name in names] == [2, 2, 2, 6]
+    other = [task.teachers[0].code for task in made.label_tasks(round_ + 1, NETWORK, False, None)]
+    assert chosen != other
+
+
 def test_with_best_teacher_all_of_them_apply(tmp_path):
     teachers = {"round_robin": 1.0, "random": 1.0, "lmetric": 0.0}
     over = {"demonstrations": {"teachers": teachers, "best_teacher": True}}

@@ -150,11 +150,15 @@ class WorldSchedule:
         requests = d.warmup + d.decisions + 1
         names = [name for name, share in d.teachers.items() if share > 0]
         teachers = [CompiledPolicy.of(self.settings.start if n == START else n) for n in names]
-        shares = np.array([d.teachers[name] for name in names])
+        upto = np.cumsum([d.teachers[name] for name in names])
+        # Stratified: independent draws for a dozen worlds can leave a teacher of half of them with
+        # one, and the clone is then that of the others.
+        strata = generator(self.seed(round_ * d.worlds), "teachers").permutation(d.worlds)
         tasks = []
-        for world in self.worlds(round_ * d.worlds, d.worlds, requests, stage):
+        for k, world in enumerate(self.worlds(round_ * d.worlds, d.worlds, requests, stage)):
             rng = generator(world.seed, "demonstrations")
-            drawn = int(rng.choice(len(teachers), p=shares / shares.sum()))
+            point = (strata[k] + rng.random()) / d.worlds * upto[-1]
+            drawn = min(int(upto.searchsorted(point, side="right")), len(teachers) - 1)
             factor = float(rng.uniform(*d.load_factors)) if rng.random() < d.off_nominal else 1.0
             tasks.append(
                 LabelTask(

@@ -34,6 +34,8 @@ SKIPPED = {
     "tailrace sweep": "needs Ray: `make test-ray`",
     "tailrace calibrate http": "needs live servers; the emulator's are tried in tests/calibrate",
     "tailrace calibrate --log": "needs a decision log; tests/calibrate makes one",
+    "tailrace assess http": "needs live servers",
+    "tailrace assess --log": "needs a decision log; tests/assess makes one",
     "tailrace replay": "needs a decision log; tests/replay makes one",
     "tailrace evaluate RUN": "RUN stands for a training run",
     "tailrace train --env live": "needs live servers; tests/integrations/live_training has them",

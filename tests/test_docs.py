@@ -19,6 +19,8 @@ EXAMPLES = frozenset(
         *("my_rule.py", "path/to/my_rule.py", "router.toml", "cluster.toml"),
         *("results.json", "settings.json", "health.json", "best.json", "suites/best.json"),
         "baselines.json",
+        "assessment.json",
+        "assessment/assessment.html",
         *("past.toml", "recent.toml", "report.html", "requests.csv"),
     }
 )

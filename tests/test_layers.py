@@ -53,6 +53,7 @@ LAYERS = (
     ("router.proxy",),
     ("router",),
     ("router.workers",),
+    ("assess",),
     ("integrations",),
     ("terminal",),
     ("report",),

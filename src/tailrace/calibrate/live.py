@@ -114,6 +114,22 @@ async def _calibrate(
     )
 
 
+def reported_capacity(urls: Sequence[str]) -> dict[str, int]:
+    """Return what all of some servers say of their KV caches; of several sizes the smallest."""
+
+    async def ask() -> list[dict[str, tuple[int, str]]]:
+        endpoints = [LiveEndpoint(url) for url in urls]
+        try:
+            return [await _reported(endpoint) for endpoint in endpoints]
+        finally:
+            for endpoint in endpoints:
+                await endpoint.close()
+
+    each = asyncio.run(ask())
+    names = set.intersection(*(set(found) for found in each)) if each else set()
+    return {name: min(found[name][0] for found in each) for name in sorted(names)}
+
+
 async def _reported(endpoint: LiveEndpoint) -> dict[str, tuple[int, str]]:
     """Return the capacity that a server tells."""
     snapshot = await endpoint.metrics()

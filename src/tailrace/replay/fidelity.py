@@ -65,10 +65,12 @@ def fidelity(
     engine: Engine | None = None,
     *,
     overhead_ms: Sequence[float] = (0.0,),
+    only: NDArray[np.bool_] | None = None,
 ) -> Fidelity:
     """Simulate a log on its own replicas and compare; ``cluster`` is in the order of the log's.
 
-    ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all.
+    ``overhead_ms`` is what a request takes beside its iterations, for each replica or for all. All
+    requests are simulated; ``only`` [R] says which are compared.
     """
     if cluster.size < recorded.replicas:
         raise TailraceError(
@@ -78,12 +80,13 @@ def fidelity(
     rows = recorded.by_sending()
     result = _resent(recorded, rows, cluster, engine or Engine())
     done, before = with_overhead(result, overhead_ms).requests, recorded.outcomes[rows]
-    streamed = ~before["is_estimated"]
+    counted = np.full(len(rows), True) if only is None else only[rows]
+    streamed = counted & ~before["is_estimated"]
     pairs = {
         "TTFT": (before["first_s"] - before["sent_s"], done["first_token_s"] - done["arrived_s"],
                  streamed),
         "E2E": (before["last_s"] - before["sent_s"], done["finished_s"] - done["arrived_s"],
-                np.full(len(rows), True)),
+                counted),
     }  # fmt: skip
     latencies = []
     was: dict[str, Floats] = {}
@@ -92,14 +95,14 @@ def fidelity(
         if counts.any():
             was[name], now[name] = real[counts], simulated[counts]
             latencies.append(agreement(name, was[name], now[name]))
-    reported = before["cached_tokens"] >= 0
+    reported = counted & (before["cached_tokens"] >= 0)
     prompt = result.table.rows["prompt_tokens"].astype(np.float64)
     real_hits = (
         float(before["cached_tokens"][reported].sum() / prompt[reported].sum())
         if reported.any()
         else None
     )
-    hits = float(done["cached_tokens"].sum() / prompt.sum())
+    hits = float(done["cached_tokens"][counted].sum() / prompt[counted].sum())
     return Fidelity(tuple(latencies), real_hits, hits, was, now)
 
 

@@ -39,6 +39,8 @@ class RecordedTraffic:
     """Policies that decided, the one with the most decisions first."""
     skipped: int
     """Requests that were not answered, and are in neither."""
+    backends: tuple[str, ...] = ()
+    """Names of the replicas by number; empty: the log has none."""
 
     @property
     def replicas(self) -> int:
@@ -121,7 +123,7 @@ def read(path: Path) -> RecordedTraffic:
             raise TailraceError(f"{where}: the times of the request are not in order")
     policies = Counter(str(data.get("policy")) for _, data in chosen)
     names = tuple(name for name, _ in policies.most_common())
-    return RecordedTraffic(trace.table, outcomes, names, trace.skipped)
+    return RecordedTraffic(trace.table, outcomes, names, trace.skipped, numbers.names())
 
 
 class _Numbers:
@@ -135,6 +137,12 @@ class _Numbers:
         self._unused = 1 + max((int(n) for n in recorded if isinstance(n, int | float)), default=-1)
         self._by_name: dict[str, int] = {}
         self._named: dict[int, str] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names in the order of the numbers; empty if some replica has none."""
+        by_number = {number: name for name, number in self._by_name.items()}
+        found = [by_number.get(k, "") for k in range(1 + max(by_number, default=-1))]
+        return tuple(found) if all(found) else ()
 
     def of(self, number: float, data: dict[str, Any]) -> int:
         """Return the number of a line's replica, which has this one in the log."""

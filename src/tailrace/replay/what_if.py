@@ -12,6 +12,7 @@ from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import play, policy_for
 from tailrace.parallel import WorkerPool
 from tailrace.replay.fidelity import with_overhead
+from tailrace.sim.result import SimResult
 from tailrace.workload.table import RequestTable
 
 
@@ -90,6 +91,17 @@ def what_if(
 
 
 def _run(task: _Task) -> Summary:
-    policy = policy_for(task.scenario, task.policy)
-    result = play(task.scenario, task.table, policy, task.seed)
-    return summarise(with_overhead(result, task.overhead_ms), task.warmup)
+    result = replayed(task.scenario, task.table, task.policy, task.seed, task.overhead_ms)
+    return summarise(result, task.warmup)
+
+
+def replayed(
+    scenario: Scenario,
+    table: RequestTable,
+    policy: str,
+    seed: int,
+    overhead_ms: Sequence[float] = (0.0,),
+) -> SimResult:
+    """Simulate a table on a scenario's cluster; ``overhead_ms`` as for :func:`what_if`."""
+    result = play(scenario, table, policy_for(scenario, policy), seed)
+    return with_overhead(result, overhead_ms)

@@ -95,3 +95,5 @@ class ReportContent:
     sentences: tuple[str, ...]
     sections: tuple[Section, ...]
     warnings: tuple[str, ...] = field(default=())
+    kicker: str = "Tailrace evaluation"  #: above the title
+    made_by: str = "tailrace report"  #: the command

@@ -17,6 +17,7 @@ from tailrace.evaluate.judge.results import scenario_file
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.measure.cells import source_digest
 from tailrace.evaluate.measure.contender import Role
+from tailrace.report.blocks import ReportContent
 from tailrace.report.content import content, method
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -29,6 +30,11 @@ def render(
     """Return the report; ``command`` is what made it."""
     commands = (evaluate_command(results), command)
     report = content(results, replays, method(results, replays, commands, made(results)))
+    return render_page(report, markdown=markdown)
+
+
+def render_page(report: ReportContent, *, markdown: bool = False) -> str:
+    """Return what a report says as one file."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=not markdown,

@@ -176,7 +176,7 @@ def scenarios(each: VersusBestOfEach) -> Table:
          "mean end to end ratio", "throughput ratio"),
         tuple(rows),
         frozenset({0, 1}),
-        axis=_axis(scale),
+        axis=scale_axis(scale),
         pictures=3,
     )  # fmt: skip
 
@@ -192,7 +192,7 @@ def _three(interval: Interval) -> tuple[float | None, ...]:
     return interval.ratio, interval.low, interval.high
 
 
-def _axis(scale: Scale, width: int = 170) -> Markup:
+def scale_axis(scale: Scale, width: int = 170) -> Markup:
     """Ticks above the whiskers."""
     marks = []
     for tick in scale.ticks(5):

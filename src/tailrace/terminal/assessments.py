@@ -1,0 +1,177 @@
+"""An assessment in words and as a table for people."""
+
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from tailrace.assess.assessment import Assessment, Estimate, Prospect
+from tailrace.terminal.tables import UNKNOWN, Column, number, print_columns
+
+#: Policies in the table of the terminal, beside the present rule and tailrace; the page has all.
+SHOWN = 8
+ALWAYS = "tailrace"
+
+
+def as_json(found: Assessment, switch: str, page: Path) -> dict[str, Any]:
+    """Return everything as plain values."""
+    trust = found.fidelity
+    return {
+        "requests": found.requests,
+        "duration_s": found.duration_s,
+        "replicas": found.replicas,
+        "present": found.present,
+        "best": found.best.policy,
+        "gains": found.gains,
+        "summary": paragraph(found),
+        "recorded": found.recorded,
+        "policies": found.prospects,
+        "replay_errors": found.errors,
+        "fidelity": None if trust is None else trust.latencies,
+        "notes": found.notes,
+        "switch": switch if found.gains else None,
+        "page": page,
+    }
+
+
+def paragraph(found: Assessment) -> str:
+    """Say what there is, what the best policy would give, and how far to trust that."""
+    return " ".join([_now(found), _gain(found), _trust(found), *found.notes])
+
+
+def _now(found: Assessment) -> str:
+    now = found.recorded or found.now
+    assert now is not None
+    verb = "answered" if found.recorded else "would answer"
+    count = f"{found.replicas} server{'s' * (found.replicas > 1)}"
+    return (
+        f"Your {count} {verb} {found.requests} requests in {_time(found.duration_s)} under "
+        f"{found.present}: the first token took {number(now.ttft_s.value)} s on average "
+        f"(P99 {number(now.ttft_p99_s.value)} s), a whole answer {number(now.e2e_s.value)} s, and "
+        f"{share(now.missed.value)} missed their SLO."
+    )
+
+
+def _gain(found: Assessment) -> str:
+    best, now = found.best, found.now
+    assert now is not None
+    if best.policy == found.present:
+        return f"No other policy does better on these requests: keep {found.present}."
+    changes = (
+        f"{best.policy} would have the first token {_change(best.ttft_change)} and whole answers "
+        f"{_change(best.e2e_change)}, with {share(best.missed.value)} missed SLOs instead of "
+        f"{share(now.missed.value)}"
+    )
+    if not found.gains:
+        return (
+            f"No clear gain: on the same requests {changes}; that is within the interval or the "
+            f"replay's error, so keep {found.present} or record for longer."
+        )
+    off = best.spare
+    less = ""
+    if off is not None and found.replicas > 1:
+        some = f"{off.value:.0f}" if off.value else "none"
+        less = (
+            f" With it you could switch off {some} of {found.replicas} replicas "
+            f"({off.low:.0f} to {off.high:.0f}) and be no worse than now."
+        )
+    return f"On the same requests {changes}.{less}"
+
+
+def _trust(found: Assessment) -> str:
+    errors = found.errors
+    if errors is None:
+        if found.recorded is None:
+            return "A trace has no latencies, so the replay's own error is not known."
+        return ""
+    kind = f"{errors.requests} requests"
+    if errors.held_out:
+        kind += " that it was not fitted to"
+    ttft = "" if errors.ttft is None else f"mean first token {_signed(errors.ttft)}, "
+    text = f"The replay's own error, on {kind}: {ttft}mean whole answer {_signed(errors.e2e)}."
+    if errors.rule_ttft is None or errors.rule_e2e is None or errors.rule_missed is None:
+        return text
+    return (
+        f"{text} With {found.present} deciding anew it gives {_signed(errors.rule_ttft)}, "
+        f"{_signed(errors.rule_e2e)}, and {100 * errors.rule_missed:+.1f} points of missed SLOs."
+    )
+
+
+def print_assessment(console: Console, found: Assessment, switch: str, page: Path) -> None:
+    """Print the paragraph, the table, the command to switch and where the page is."""
+    console.print(Text(paragraph(found)))
+    console.print()
+    shown = rows_of(found)
+    columns = [
+        Column(("", "policy"), [name for name, _ in shown], left=True),
+        *_both("TTFT", "mean s", [p.ttft_s for _, p in shown]),
+        *_both("TTFT", "P99 s", [p.ttft_p99_s for _, p in shown], keep=4),
+        *_both("E2E", "mean s", [p.e2e_s for _, p in shown]),
+        *_both("missed", "SLO %", [p.missed for _, p in shown], text=_hundredths),
+        *_both("replicas", "to spare", [p.spare for _, p in shown], text="{:.0f}".format),
+        *_both("cost", "change", [p.cost_change for _, p in shown], text=_signed, keep=3)[:1],
+    ]
+    print_columns(console, columns, bold=[0])
+    rest = len(found.prospects) - sum(p in found.prospects for _, p in shown)
+    note = "Intervals: 95 %, over blocks of requests; changes and replicas to spare against the "
+    note += f"replayed {found.present}."
+    if rest:
+        note += f" {rest} more policies are on the page."
+    console.print(Text(note, style="dim"))
+    console.print(Text(f"Page: {page}"))
+    if found.gains:
+        console.print(Text(f"To switch: {switch}"), soft_wrap=True)
+
+
+def rows_of(found: Assessment, most: int | None = SHOWN) -> list[tuple[str, Prospect]]:
+    """Return what was recorded and the best policies, each with its name in tables."""
+    rows = [] if found.recorded is None else [(f"recorded: {found.present}", found.recorded)]
+    for place, prospect in enumerate(found.prospects):
+        if most is None or place < most or prospect.policy in (found.present, ALWAYS):
+            mark = " (now, replayed)" if prospect.policy == found.present else ""
+            rows.append((prospect.policy + mark, prospect))
+    return rows
+
+
+def _both(top: str, name: str, values: list[Estimate | None], text: Any = number,
+          keep: int = 0) -> list[Column]:  # fmt: skip
+    """Return a column of figures, and one of their intervals."""
+    label = f"{top} {name}"
+    return [
+        Column((top, name), [UNKNOWN if v is None else text(v.value) for v in values], keep,
+               label=label),
+        Column(("95 %", "interval"), [interval(v, text, "-") for v in values], keep or 2,
+               label=f"{label} interval"),
+    ]  # fmt: skip
+
+
+def interval(value: Estimate | None, text: Any = number, between: str = " to ") -> str:
+    """Return the bounds of an estimate."""
+    return UNKNOWN if value is None else f"{text(value.low)}{between}{text(value.high)}"
+
+
+def _hundredths(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def share(value: float) -> str:
+    """Return a share as a percentage with one decimal."""
+    return f"{100 * value:.1f}%"
+
+
+def _signed(value: float) -> str:
+    return f"{100 * value:+.0f}%"
+
+
+def _change(change: Estimate | None) -> str:
+    """Say a change in words, with its interval."""
+    if change is None:
+        return "as now"
+    size, low, high = 100 * abs(change.value), 100 * change.low, 100 * change.high
+    word = "sooner" if change.value < 0 else "later"
+    return f"{size:.0f} % {word} ({low:+.0f} to {high:+.0f} %)"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds / 60:.1f} minutes" if seconds >= 120 else f"{seconds:.0f} seconds"

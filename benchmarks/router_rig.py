@@ -220,7 +220,8 @@ class Rig:
         sources = {} if checkout is None else {"PYTHONPATH": str(checkout / "src")}
         process = self.start(f"{name}-{admin}", command, **sources)
         self.wait(admin, process, f"{name}-{admin}")
-        return Contender(name, port, [process.pid, *children_of(process.pid)])
+        workers = children_of(process.pid) if routers > 1 else []  # else: one that compiles
+        return Contender(name, port, [process.pid, *workers])
 
     def start_peers(self) -> list[Contender]:
         """Start the peers that are installed, each with its own defaults."""

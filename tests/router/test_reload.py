@@ -289,6 +289,7 @@ def test_what_was_counted_is_not_lost_and_not_given_to_others() -> None:
                 file.list(b, a)
                 w.router.reload()
             w.router.sweep(w.router.clock())
+            w.router.telemetry.flush()
             counted = w.router.telemetry.requests
             assert sum(counted.values()) == 10
             lines = (await _metrics(w)).decode().splitlines()

@@ -68,6 +68,13 @@ class HistogramFamily:
         self.counts[row][bisect_left(self.bounds, seconds)] += 1
         self.sums[row] += seconds
 
+    def observe_all(self, times: Sequence[float]) -> None:
+        """Count times of the whole router, s."""
+        row, bounds = self.counts[0], self.bounds
+        for seconds in times:
+            row[bisect_left(bounds, seconds)] += 1
+        self.sums[0] += sum(times)
+
     def retire(self, row: int) -> None:
         """Add the times of a replica to those of all that are gone."""
         if not self.by_replica or row >= len(self.counts) or not any(self.counts[row]):

@@ -29,6 +29,7 @@ def command(name: str | None) -> None:
         rule = rules[name]
         fields = {
             "from": rule.source,
+            "version": rule.version or "none in particular",
             "rule": rule.rule_text,
             "parameters": ", ".join(f"{k}={v:g}" for k, v in rule.params.items()) or "none",
             "ties": "lowest number" if rule.lowest_id_wins else "at random",

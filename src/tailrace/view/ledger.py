@@ -30,6 +30,7 @@ def sent(replica, prompt, cached, predicted, now):
     replica["queued_since_sum"] += now
     replica["predicted_tokens"] += predicted
     replica["sent_tokens"] += uncached
+    replica["sent_prompt_tokens"] += prompt
     replica["sent_requests"] += 1
     fade_recent_work(replica, now)
     replica["recent_work"] += uncached
@@ -128,6 +129,7 @@ def add(view, other, keep):
     view["answering_prompts"] += other["answering_prompts"]
     view["predicted_tokens"] += other["predicted_tokens"]
     view["sent_tokens"] += other["sent_tokens"]
+    view["sent_prompt_tokens"] += other["sent_prompt_tokens"]
     view["sent_requests"] += other["sent_requests"]
     fade = math.exp((other["recent_at"] - view["recent_at"]) / RECENT_WORK_S)
     view["recent_work"] += other["recent_work"] * fade
@@ -151,6 +153,7 @@ def scraped(replica, waiting, running, kv_used, now):
     replica["running"] = running
     replica["kv_used"] = kv_used
     replica["sent_tokens"] = 0
+    replica["sent_prompt_tokens"] = 0
     replica["sent_requests"] = 0
 
 

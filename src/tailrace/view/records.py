@@ -34,6 +34,7 @@ REPLICA_VIEW = np.dtype(
         ("oldest_sent", "f8"),  # when the oldest queued was sent, s; only while there is one
         ("queued_since_sum", "f8"),  # sum of send times of the queued, s
         ("sent_tokens", "i8"),  # uncached prompt tokens sent since the metrics snapshot
+        ("sent_prompt_tokens", "i8"),  # prompt tokens sent since then, cached ones included
         ("sent_requests", "i8"),  # requests sent since the metrics snapshot
         ("recent_work", "f8"),  # uncached prompt tokens sent, decaying over RECENT_WORK_S
         ("recent_at", "f8"),  # when recent_work was last updated, s

@@ -18,7 +18,10 @@ from tailrace.view.records import NEVER, View
 from tailrace.view.selection import choose
 
 #: Depend on the numbering of replicas by design: turns, draws by position, and hashes of numbers.
-ORDER_DEPENDENT = {"round_robin", "power_of_two", "prefix_hash", "dual_map"}
+ORDER_DEPENDENT = {
+    *("round_robin", "power_of_two", "prefix_hash", "dual_map"),
+    *("smg_power_of_two", "smg_prefix_hash", "rendezvous_hash"),
+}
 
 seeds = st.integers(0, 2**32)
 each_rule = pytest.mark.parametrize("rule", CALLABLE, ids=lambda rule: rule.name)
@@ -90,6 +93,7 @@ def test_reads_what_it_says_and_no_metrics_before_there_are_any(rule: Rule, seed
     if not rule.uses_metrics:  # the simulator takes no snapshots for it then
         other.replicas["metrics_at"] = NEVER
         other.replicas["sent_tokens"] += 1
+        other.replicas["sent_prompt_tokens"] += 1
         other.replicas["sent_requests"] += 1
     if not rule.uses_prefix:
         other.replicas["cached_tokens"] = 0
@@ -172,7 +176,9 @@ def test_ties_are_broken_at_random(rule: str) -> None:
     """Equal replicas all get their share, unless the lowest number wins or a hash decides."""
     view = make_view(3, request={"prefix_hash": 1})
     chosen = {pick(rule, view) for _ in range(60)}
-    expected = {"vidur_lor": {0}, "prefix_hash": {pick("prefix_hash", view)}}
+    expected = {"vidur_lor": {0}, "sglang_cache_aware": {0}}
+    for hashing in ("prefix_hash", "smg_prefix_hash", "rendezvous_hash"):
+        expected[hashing] = {pick(hashing, view)}
     if rule == "dual_map":
         assert len(chosen) == 2
     else:

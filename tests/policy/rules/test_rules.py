@@ -132,6 +132,18 @@ def test_cache_aware_without_a_good_match_takes_the_smallest_tree() -> None:
     assert pick("cache_aware", view, match_rate=0.288) == 2  # it must be exceeded
 
 
+def test_sglang_cache_aware_without_a_good_match_takes_the_fewest_in_flight() -> None:
+    view = make_view(
+        3, cached_tokens=[0, 288, 0], index_tokens=[5000, 9000, 700], in_flight=[3, 4, 9]
+    )
+    assert pick("sglang_cache_aware", view) == 0
+    assert pick("sglang_cache_aware", view, match_rate=0.2) == 1
+    assert pick("sglang_cache_aware", view, match_rate=0.288) == 0  # it must be exceeded
+    view.replicas["in_flight"] = [9, 4, 4]
+    assert {pick("sglang_cache_aware", view) for _ in range(20)} == {1}  # lowest number
+
+
+@pytest.mark.parametrize("rule", ["cache_aware", "sglang_cache_aware"])
 @pytest.mark.parametrize(
     ("in_flight", "chosen"),
     [
@@ -141,9 +153,9 @@ def test_cache_aware_without_a_good_match_takes_the_smallest_tree() -> None:
         ([196, 130, 195], 1),
     ],
 )
-def test_cache_aware_balances_when_both_thresholds_are_passed(in_flight, chosen) -> None:
+def test_cache_aware_balances_when_both_thresholds_are_passed(rule, in_flight, chosen) -> None:
     view = make_view(3, in_flight=in_flight, cached_tokens=[800, 0, 0])
-    assert pick("cache_aware", view) == chosen
+    assert pick(rule, view) == chosen
 
 
 def test_cache_aware_ignores_the_load_of_a_dead_replica() -> None:
@@ -175,8 +187,20 @@ def test_aibrix_without_match_or_balance_takes_the_fewest_in_flight() -> None:
     view = make_view(3, in_flight=[9, 9, 0], cached_tokens=[960, 0, 0])
     assert pick("aibrix_prefix", view) == 2
     assert pick("aibrix_prefix", view, load_gap=9.0, deviations=1.0) == 0
-    view = make_view(3, in_flight=[10, 1, 0], cached_tokens=[0, 960, 480])
-    assert scores_of("aibrix_prefix", view).tolist() == [10, 1, 0]
+
+
+def test_aibrix_unbalanced_takes_the_longest_match_of_the_least_loaded() -> None:
+    view = make_view(4, in_flight=[10, 1, 0, 0], cached_tokens=[0, 960, 0, 480])
+    assert pick("aibrix_prefix", view) == 3
+    view = make_view(4, in_flight=[10, 1, 0, 0], cached_tokens=[0, 960, 0, 0])
+    assert {pick("aibrix_prefix", view) for _ in range(40)} == {2, 3}
+
+
+def test_aibrix_compares_matches_in_whole_per_cent() -> None:
+    view = make_view(2, {"prompt_tokens": 10_000}, in_flight=[3, 2], cached_tokens=[592, 528])
+    assert pick("aibrix_prefix", view) == 1  # 5 per cent each
+    view.replicas["cached_tokens"] = [608, 528]
+    assert pick("aibrix_prefix", view) == 0
 
 
 def test_preble_exploits_a_prefix_of_more_than_half_the_prompt() -> None:
@@ -206,13 +230,13 @@ def test_preble_explores_by_recent_work_eviction_and_missed_tokens() -> None:
 
 
 def test_llm_d_sticky_keeps_to_the_prefix_until_it_is_18_s_slower() -> None:
-    # 9 920 of the 9 984 tokens that can be cached; 10 000 tokens/s.
+    # 18 s are 286 704 tokens at 15 928/s, whatever the replicas' own speed.
     request = {"prompt_tokens": 10_000}
     view = make_view(
-        3, request, cached_tokens=[9_920, 0, 8_000], queued_uncached=[180_000, 0, 180_100]
+        3, request, cached_tokens=[9_920, 0, 7_000], queued_uncached=[286_704, 0, 286_900]
     )
     assert pick("llm_d_sticky", view) == 0
-    view.replicas["queued_uncached"] = [180_001, 0, 180_100]
+    view.replicas["queued_uncached"] = [286_705, 0, 286_900]
     assert pick("llm_d_sticky", view) == 1
     assert pick("llm_d_sticky", view, max_penalty_s=20.0) == 0
 
@@ -224,13 +248,13 @@ def test_llm_d_sticky_takes_the_fewest_tokens_among_the_sticky_or_among_all() ->
     assert pick("llm_d_sticky", view) == 2
 
 
-def test_llm_d_sticky_counts_the_blocks_that_can_be_cached() -> None:
-    # The last token is always computed: of 161 tokens 160 can be cached, of 160 only 144.
-    view = make_view(2, {"prompt_tokens": 161}, cached_tokens=[128, 0], queued_uncached=[999, 0])
+def test_llm_d_sticky_counts_the_blocks_of_64_tokens_that_can_be_cached() -> None:
+    # The last token is always computed: of 321 tokens 5 blocks can be cached, of 320 only 4.
+    view = make_view(2, {"prompt_tokens": 321}, cached_tokens=[256, 0], queued_uncached=[999, 0])
     assert pick("llm_d_sticky", view) == 0  # exactly 0.8
-    view.replicas["cached_tokens"] = [112, 0]
+    view.replicas["cached_tokens"] = [240, 0]
     assert pick("llm_d_sticky", view) == 1
-    view.request["prompt_tokens"] = 80
+    view.request["prompt_tokens"] = 128
     view.replicas["cached_tokens"] = [64, 0]
     assert pick("llm_d_sticky", view, match_rate=1.0) == 0
 
@@ -273,6 +297,33 @@ def test_prefix_hash_bounds_the_load() -> None:
     assert pick("prefix_hash", view) == owner
     assert pick("prefix_hash", view, load_factor=1.0) == owner
     assert pick("prefix_hash", view, load_factor=0.99) == idle
+
+
+def test_rendezvous_hash_follows_the_session_at_any_load() -> None:
+    view = make_view(4, request={"session": 7, "prefix_hash": 1})
+    owner = pick("rendezvous_hash", view)
+    view.replicas["in_flight"][owner] = 500
+    view.request["prefix_hash"] = 2
+    assert pick("rendezvous_hash", view) == owner
+    owners = []
+    for session in range(400):
+        view.request["session"] = session
+        owners.append(pick("rendezvous_hash", view))
+    assert np.bincount(owners) / 400 == pytest.approx([0.25] * 4, abs=0.08)
+
+
+def test_rendezvous_hash_without_a_session_follows_the_prefix() -> None:
+    view = make_view(4)
+    owners = {}
+    for prefix in range(40):
+        view.request["prefix_hash"] = prefix
+        owners[prefix] = pick("rendezvous_hash", view)
+        assert pick("rendezvous_hash", view) == owners[prefix]
+    assert set(owners.values()) == {0, 1, 2, 3}
+    view.replicas["available"] = [1, 1, 0, 1]
+    for prefix, before in owners.items():
+        view.request["prefix_hash"] = prefix
+        assert pick("rendezvous_hash", view) == before or before == 2
 
 
 def dual_candidates(view) -> list[int]:
@@ -320,13 +371,13 @@ def test_lmetric_multiplies_work_and_requests() -> None:
     assert scores_of("lmetric", view).tolist() == [2000, 3000, 3000]
 
 
-def test_dynamo_adds_blocks_to_prefill_and_blocks_held() -> None:
+def test_dynamo_adds_blocks_to_prefill_and_prompt_blocks_in_use() -> None:
     view = make_view(
         3,
         {"prompt_tokens": 1600},
         queued_uncached=[160, 0, 0],
         queued_tokens=[320, 0, 0],
-        context_tokens=[0, 1600, 800],
+        answering_prompts=[0, 1600, 800],
         cached_tokens=[1280, 0, 0],
     )
     # (160 + 1600 - 1280)/16 + (320 + 1600)/16 and so on
@@ -334,11 +385,12 @@ def test_dynamo_adds_blocks_to_prefill_and_blocks_held() -> None:
     assert scores_of("dynamo", view, overlap_weight=0.0).tolist() == [120, 200, 150]
 
 
-def test_dynamo_breaks_ties_by_index_size() -> None:
-    view = make_view(3, index_tokens=[100, 40, 300])
-    assert pick("dynamo", view) == 1
-    view.replicas["context_tokens"] = [0, 1, 0]
+def test_dynamo_does_not_count_output_blocks_and_draws_lots_for_ties() -> None:
+    # A worker with a long answer is preferred to one with a long prompt.
+    view = make_view(2, answering_prompts=[160, 4800], context_tokens=[9600, 4800])
     assert pick("dynamo", view) == 0
+    view = make_view(3, index_tokens=[100, 40, 300], context_tokens=[0, 50, 0])
+    assert shares("dynamo", view) == pytest.approx([1 / 3] * 3, abs=0.04)
 
 
 def test_llm_d_weighs_queue_memory_and_prefix() -> None:

@@ -16,7 +16,10 @@ from tailrace.view.records import RECENT_WORK_S
 
 SERVERS = backends(Replica(speed=1.5), Replica(), Replica(speed=0.5))
 #: What does not depend on when each worker looked last.
-EXACT = (*LEDGER, "finished", "finished_tokens", "oldest_sent", "sent_tokens", "sent_requests")
+EXACT = (
+    *(*LEDGER, "finished", "finished_tokens", "oldest_sent"),
+    *("sent_tokens", "sent_prompt_tokens", "sent_requests"),
+)
 
 
 def workers(count: int, clock: Clock | None = None) -> list[ClusterState]:

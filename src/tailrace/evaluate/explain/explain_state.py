@@ -21,7 +21,10 @@ from tailrace.view.records import View
 #: Reasons given per replica.
 REASONS = 4
 #: Rules that draw lots, take turns or hash content: a state says nothing of these.
-NOT_ASKED = ("random", "round_robin", "power_of_two", "prefix_hash", "dual_map")
+NOT_ASKED = (
+    *("random", "round_robin", "power_of_two", "prefix_hash", "dual_map"),
+    *("smg_power_of_two", "smg_prefix_hash", "rendezvous_hash"),
+)
 #: Features that compare a replica with the others show the same quantity as this one.
 _COMPARISON = re.compile(r"_vs_(mean|best)$")
 

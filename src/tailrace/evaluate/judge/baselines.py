@@ -47,7 +47,8 @@ def fingerprint(spec: str, scenario: Scenario) -> str:
     """Return a digest of all a policy decides by: constants, weights, or the text of its file."""
     policy = policy_for(scenario, spec)
     if isinstance(policy, BuiltinPolicy) and not isinstance(policy, LearnedPolicy):
-        text = f"{policy.rule.name} {policy.params.tolist()}".encode()
+        rule = policy.rule
+        text = f"{rule.name} {rule.version} {policy.params.tolist()}".encode()
     else:
         path = _source(spec)
         text = path.read_bytes() if path is not None else spec.encode()

@@ -65,6 +65,7 @@ class Knob:
         return float(np.log(value / self.low) / np.log(self.high / self.low))
 
 
+_VETO = (Knob("veto_waiting", 1, 256), Knob("veto_kv", 0.1, 1, linear=True))
 #: What can be tuned. Only the ratio of llm_d's weights matters, so one of them stays as it is.
 KNOBS: dict[str, tuple[Knob, ...]] = {
     "vllm_dp": (Knob("waiting_weight", 0.5, 64),),
@@ -74,12 +75,26 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
         Knob("load_ratio", 1, 8),
         Knob("match_rate", 0, 1, linear=True),
     ),
+    "sglang_cache_aware": (
+        Knob("load_gap", 1, 256),
+        Knob("load_ratio", 1, 8),
+        Knob("match_rate", 0, 1, linear=True),
+    ),
+    "smg_cache_aware": (
+        Knob("load_gap", 1, 256),
+        Knob("load_ratio", 1, 8),
+        Knob("match_rate", 0, 1, linear=True),
+        *_VETO,
+    ),
     "prefix_hash": (Knob("load_factor", 1, 4),),
+    "smg_prefix_hash": (Knob("load_factor", 1, 4), *_VETO),
     "dynamo": (Knob("overlap_weight", 0.1, 200),),
     "llm_d": (Knob("queue_weight", 0.1, 40), Knob("prefix_weight", 0.1, 40)),
     "llm_d_sticky": (Knob("match_rate", 0.02, 1), Knob("max_penalty_s", 0.05, 60)),
     "load_aware": (Knob("load_weight", 0.05, 16),),
     "least_load": (Knob("kv_weight", 0.005, 5),),
+    "smg_expected_wait": _VETO,
+    "smg_power_of_two": _VETO,
     "aibrix_prefix": (Knob("load_gap", 1, 128), Knob("deviations", 0, 6, linear=True)),
     "preble": (Knob("exploit_share", 0, 1, linear=True), Knob("eviction_weight", 0.02, 16)),
     "dual_map": (Knob("slo_share", 0.03, 8),),

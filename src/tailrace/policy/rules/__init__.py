@@ -23,10 +23,22 @@ from tailrace.policy.rules.counting import (
     vidur_lor,
     vllm_dp,
 )
-from tailrace.policy.rules.hashing import dual_map, prefix_hash
+from tailrace.policy.rules.hashing import dual_map, prefix_hash, rendezvous_hash
 from tailrace.policy.rules.predicted import least_predicted_ttft
-from tailrace.policy.rules.prefix_aware import aibrix_prefix, cache_aware, llm_d_sticky, preble
+from tailrace.policy.rules.prefix_aware import (
+    aibrix_prefix,
+    cache_aware,
+    llm_d_sticky,
+    preble,
+    sglang_cache_aware,
+)
 from tailrace.policy.rules.scored import dynamo, least_load, llm_d, llumnix, lmetric, load_aware
+from tailrace.policy.rules.smg import (
+    smg_cache_aware,
+    smg_expected_wait,
+    smg_power_of_two,
+    smg_prefix_hash,
+)
 from tailrace.policy.rules.sticky import sticky_session, tolerant_sticky
 
 
@@ -41,6 +53,8 @@ class Rule:
     """What it does, and how that differs from its source."""
     params: Mapping[str, float] = field(default_factory=dict)
     """Names and defaults of its parameters, in the order of the parameter vector."""
+    version: str = ""
+    """Version and date of the source that was read; empty: none in particular."""
     lowest_id_wins: bool = False
     """Ties go to the lowest replica number instead of a random one."""
     uses_metrics: bool = False
@@ -59,6 +73,13 @@ class Rule:
         values = {**self.params, **(changes or {})}
         return np.array([values[name] for name in self.params], np.float64)
 
+
+_SMG = "SMG 1.13.0, read in November 2026"
+_VETO = (
+    "Replicas with veto_waiting requests waiting or veto_kv of their KV memory in use get nothing; "
+    "if all are so, fewest in flight"
+)
+_VETO_PARAMS = {"veto_waiting": 8.0, "veto_kv": 0.8}
 
 _TABLE = (
     Rule("random", "every router", "uniformly at random"),
@@ -109,10 +130,34 @@ _TABLE = (
     ),
     Rule(
         "cache_aware",
-        "SGLang gateway",
+        "SGLang gateway, early form",
         "fewest in flight if max - min > load_gap and max > load_ratio * min; else longest prefix "
-        "match if it exceeds match_rate of the prompt; else the smallest prefix tree",
+        "match if it exceeds match_rate of the prompt; else the smallest prefix tree; today's "
+        "forms are sglang_cache_aware and smg_cache_aware",
         {"load_gap": 64.0, "load_ratio": 1.5, "match_rate": 0.3},
+        uses_prefix=True,
+    ),
+    Rule(
+        "sglang_cache_aware",
+        "SGLang gateway, vllm-router",
+        "fewest in flight if max - min > load_gap and max > load_ratio * min; else longest prefix "
+        "match if it exceeds match_rate of the prompt; else fewest in flight; ties to the lowest "
+        "number",
+        {"load_gap": 64.0, "load_ratio": 1.5, "match_rate": 0.3},
+        version="vllm-router 0.1.16, read in November 2026",
+        lowest_id_wins=True,
+        uses_prefix=True,
+    ),
+    Rule(
+        "smg_cache_aware",
+        "Shepherd model gateway",
+        "least expected wait (see smg_expected_wait) among the holders of the longest match, if it "
+        "exceeds match_rate of the prompt, that are not hot; all hot: among all that are not; no "
+        "match: among all. Hot: in flight above load_ratio * mean and above mean + min(load_gap, "
+        "max(4, 2 sqrt mean)). " + _VETO,
+        {"load_gap": 64.0, "load_ratio": 1.5, "match_rate": 0.3, **_VETO_PARAMS},
+        version=_SMG,
+        uses_metrics=True,
         uses_prefix=True,
     ),
     Rule(
@@ -123,6 +168,23 @@ _TABLE = (
         {"load_factor": 1.25},
     ),
     Rule(
+        "smg_prefix_hash",
+        "Shepherd model gateway",
+        "the replica drawn by rendezvous hash of the first 256 tokens (there a ring of 150 virtual "
+        "nodes) while its load <= max(load_factor * a, a + 10), a the mean with this request; else "
+        "fewest in flight. " + _VETO,
+        {"load_factor": 1.25, **_VETO_PARAMS},
+        version=_SMG,
+        uses_metrics=True,
+    ),
+    Rule(
+        "rendezvous_hash",
+        "vllm-router",
+        "the largest draw by hash of session and replica; without a session, of the first 256 "
+        "tokens (there of the whole text) and replica; load does not matter",
+        version="vllm-router 0.1.16, read in November 2026",
+    ),
+    Rule(
         "lmetric",
         "LMetric",
         "min (pending + own uncached tokens) * (requests in flight + 1)",
@@ -131,18 +193,20 @@ _TABLE = (
     Rule(
         "dynamo",
         "NVIDIA Dynamo, KV router",
-        "min overlap_weight * blocks to prefill + blocks held, both including this request, "
-        "ties to the smaller index, temperature 0; blocks shared by requests count for each",
+        "min overlap_weight * (uncached blocks without a first token, this prompt's included) + "
+        "prompt blocks of the requests in flight and this one; output blocks do not count; "
+        "temperature 0, no queue; a block shared by requests counts for each (there once)",
         {"overlap_weight": 1.0},
+        version="Dynamo 1.6.1, tried in November 2026",
         uses_prefix=True,
-        uses_context=True,
     ),
     Rule(
         "llm_d",
         "llm-d, built-in profile",
         "max queue_weight * (longest - queue)/(longest - shortest) + kv_weight * (1 - KV use) + "
-        "prefix_weight * matched share",
+        "prefix_weight * matched share (there of blocks of 64 tokens)",
         {"queue_weight": 2.0, "kv_weight": 2.0, "prefix_weight": 3.0},
+        version="llm-d-router, August 2026",
         uses_metrics=True,
         uses_prefix=True,
         uses_context=True,
@@ -151,33 +215,58 @@ _TABLE = (
         "llm_d_sticky",
         "llm-d guides, prefix-cache-affinity filter",
         "fewest pending + own uncached tokens among the replicas with match_rate of the prompt's "
-        "blocks, unless pending tokens / prefill throughput of the best of them exceeds that of "
-        "the best other by max_penalty_s; then among all; without random exploration",
-        {"match_rate": 0.8, "max_penalty_s": 18.0},
+        "blocks of 64 tokens, unless pending tokens / tokens_per_s of the best of them exceeds "
+        "that of the best other by max_penalty_s; then among all; without random exploration",
+        {"match_rate": 0.8, "max_penalty_s": 18.0, "tokens_per_s": 15_928.0},
+        version="llm-d-router, August 2026",
         uses_prefix=True,
     ),
     Rule(
         "load_aware",
         "vLLM production-stack",
-        "max matched share - load_weight * (in flight - mean)/max(1, mean)",
+        "max matched share - load_weight * (in flight - mean)/max(1, mean); there ties go to the "
+        "lowest URL, and prompts that no replica holds by session or request rate",
         {"load_weight": 1.0},
+        version="production-stack, pull request 1035, read in November 2026",
         uses_prefix=True,
     ),
     Rule(
         "least_load",
-        "Shepherd model gateway",
+        "after the Shepherd model gateway",
         "min pending uncached tokens / prefill throughput + kv_weight * k/(1 - k), k = KV use; "
-        "the pending tokens are the router's own count, which no poll makes stale",
+        "the pending tokens are the router's own count, which no poll makes stale; the gateway's "
+        "own rule is smg_expected_wait",
         {"kv_weight": 0.15},
         uses_metrics=True,
         uses_context=True,
     ),
     Rule(
+        "smg_expected_wait",
+        "Shepherd model gateway, least_load",
+        "min (1024 tokens for each request reported waiting or running, or in flight and neither "
+        "reported nor sent since + prompt tokens sent since the report) / 2000 per s + 0.15 * k/"
+        "(1 - k), k = KV use; these constants hold for servers that report no rate, such as vLLM. "
+        + _VETO,
+        _VETO_PARAMS,
+        version=_SMG,
+        uses_metrics=True,
+    ),
+    Rule(
+        "smg_power_of_two",
+        "Shepherd model gateway",
+        "of two distinct random replicas the one with the least expected wait. " + _VETO,
+        _VETO_PARAMS,
+        version=_SMG,
+        uses_metrics=True,
+    ),
+    Rule(
         "aibrix_prefix",
         "AIBrix, prefix-cache",
-        "fewest in flight if max - min > load_gap; else the longest match with at most mean + "
-        "deviations * standard deviation in flight; else fewest in flight",
+        "longest match, in whole per cent, among the least loaded if max - min > load_gap, else "
+        "among those with at most mean + deviations * standard deviation in flight; equal matches "
+        "and no match: fewest in flight",
         {"load_gap": 8.0, "deviations": 1.0},
+        version="AIBrix, August 2026",
         uses_prefix=True,
     ),
     Rule(
@@ -272,8 +361,16 @@ def score(code, view, params, scores):
         tolerant_sticky(view, params, scores)
     elif code == CODE.cache_aware:
         cache_aware(view, params, scores)
+    elif code == CODE.sglang_cache_aware:
+        sglang_cache_aware(view, params, scores)
+    elif code == CODE.smg_cache_aware:
+        smg_cache_aware(view, params, scores)
     elif code == CODE.prefix_hash:
         prefix_hash(view, params, scores)
+    elif code == CODE.smg_prefix_hash:
+        smg_prefix_hash(view, params, scores)
+    elif code == CODE.rendezvous_hash:
+        rendezvous_hash(view, params, scores)
     elif code == CODE.lmetric:
         lmetric(view, params, scores)
     elif code == CODE.dynamo:
@@ -286,6 +383,10 @@ def score(code, view, params, scores):
         load_aware(view, params, scores)
     elif code == CODE.least_load:
         least_load(view, params, scores)
+    elif code == CODE.smg_expected_wait:
+        smg_expected_wait(view, params, scores)
+    elif code == CODE.smg_power_of_two:
+        smg_power_of_two(view, params, scores)
     elif code == CODE.aibrix_prefix:
         aibrix_prefix(view, params, scores)
     elif code == CODE.preble:

@@ -16,10 +16,10 @@ SECOND_HASH = 2
 
 
 @jit
-def draw(view, i, salt):
-    """Number in [0, 1) that replica ``i`` draws from the request's prefix."""
+def draw(key, i, salt):
+    """Number in [0, 1) that replica ``i`` draws from a key, such as the hash of a prefix."""
     seed = mix(np.uint64(i) ^ (np.uint64(salt) << np.uint64(32)))
-    return np.float64(mix(view.request["prefix_hash"] ^ seed) >> np.uint64(11)) * 2.0**-53
+    return np.float64(mix(key ^ seed) >> np.uint64(11)) * 2.0**-53
 
 
 @jit
@@ -32,6 +32,15 @@ def prefix_hash(view, params, scores):
     mean, count = in_flight_mean(view.replicas)
     if owner >= 0 and scores[owner] <= load_factor * (mean + 1.0 / count):
         scores[owner] = -1.0
+
+
+@inner
+def rendezvous_hash(view, _params, scores):
+    """The replica of the largest draw from the session, or from the prefix without one."""
+    session = view.request["session"]
+    key = mix(np.uint64(session)) if session >= 0 else view.request["prefix_hash"]
+    for i in range(scores.size):
+        scores[i] = -draw(key, i, FIRST_HASH)
 
 
 @inner
@@ -59,7 +68,7 @@ def _winner(view, salt, taken):
     best, best_draw = -1, -1.0
     for i in range(view.replicas.size):
         if view.replicas[i]["available"] != 0 and i != taken:
-            number = draw(view, i, salt)
+            number = draw(view.request["prefix_hash"], i, salt)
             if number > best_draw:
                 best, best_draw = i, number
     return best

@@ -14,6 +14,10 @@ from tailrace.policy.rules.quantities import (
     uncached,
 )
 
+#: Tokens per block of llm-d's prefix index, and the pending tokens from which replicas are alike.
+LLM_D_BLOCK = 64
+LLM_D_MOST_TOKENS = 4_194_304
+
 
 @inner
 def cache_aware(view, params, scores):
@@ -34,21 +38,36 @@ def cache_aware(view, params, scores):
 
 
 @inner
+def sglang_cache_aware(view, params, scores):
+    """The longest match while the cluster is balanced; fewest in flight without one."""
+    load_gap = params[0]
+    load_ratio = params[1]
+    match_rate = params[2]
+    least, most = in_flight_range(view.replicas)
+    balanced = most - least <= load_gap or most <= load_ratio * least
+    follow = balanced and _best_match(view) > match_rate
+    for i in range(scores.size):
+        scores[i] = -matched_share(view, i) if follow else float(view.replicas[i]["in_flight"])
+
+
+@inner
 def aibrix_prefix(view, params, scores):
-    """Longest match among the replicas that are not overloaded; else fewest in flight."""
+    """Longest match in whole per cent among the replicas that are not overloaded.
+
+    The match counts among the least loaded ones only when the cluster is unbalanced.
+    """
     load_gap = params[0]
     deviations = params[1]
     least, most = in_flight_range(view.replicas)
-    bound = -1.0  # unbalanced: no match counts
-    if most - least <= load_gap:
-        bound = _in_flight_bound(view.replicas, deviations)
+    balanced = most - least <= load_gap
+    bound = _in_flight_bound(view.replicas, deviations) if balanced else float(least)
     for i in range(scores.size):
         in_flight = view.replicas[i]["in_flight"]
-        matched = view.replicas[i]["cached_tokens"]
+        per_cent = math.floor(100.0 * matched_share(view, i))
         scores[i] = in_flight
-        if matched > 0 and in_flight <= bound:
+        if per_cent > 0 and in_flight <= bound:
             # Below all others; by match, and equal matches by requests in flight.
-            scores[i] = -matched - 1.0 + in_flight / (most + 1.0)
+            scores[i] = -per_cent - 1.0 + in_flight / (most + 1.0)
 
 
 @inner
@@ -74,12 +93,13 @@ def llm_d_sticky(view, params, scores):
     """Fewest tokens to prefill, among the replicas with the prefix unless they are far slower."""
     match_rate = params[0]
     max_penalty_s = params[1]
+    tokens_per_s = params[2]
     sticky_s = np.inf
     other_s = np.inf
     for i in range(scores.size):
         replica = view.replicas[i]
-        scores[i] = pending_uncached(view, i)
-        ttft_s = replica["queued_uncached"] / replica["prefill_tokens_per_s"]
+        scores[i] = min(pending_uncached(view, i), LLM_D_MOST_TOKENS)
+        ttft_s = replica["queued_uncached"] / tokens_per_s
         if replica["available"] != 0:
             if _matched_blocks_share(view, i) >= match_rate:
                 sticky_s = min(sticky_s, ttft_s)
@@ -103,10 +123,9 @@ def _best_match(view):
 
 @inner
 def _matched_blocks_share(view, i):
-    """Share of the blocks that can be cached at all (never the last token's) that are, 0..1."""
-    replica = view.replicas[i]
-    blocks = (view.request["prompt_tokens"] - 1) // replica["block_size"]
-    return replica["cached_tokens"] / max(1.0, float(blocks * replica["block_size"]))
+    """Share of llm-d's index blocks that can be cached (never the last token's) that are, 0..1."""
+    blocks = (view.request["prompt_tokens"] - 1) // LLM_D_BLOCK
+    return (view.replicas[i]["cached_tokens"] // LLM_D_BLOCK) / max(1.0, float(blocks))
 
 
 @inner

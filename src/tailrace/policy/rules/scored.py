@@ -6,15 +6,11 @@ from tailrace.compiled import inner
 from tailrace.policy.rules.quantities import (
     has_metrics,
     in_flight_mean,
-    in_flight_tokens,
     kv_used,
     matched_share,
     pending_uncached,
     waiting,
 )
-
-#: Small enough never to outweigh one token (1/4096 block) at 100 million tokens.
-TIE_BREAK = 1e-12
 
 
 @inner
@@ -26,15 +22,14 @@ def lmetric(view, _params, scores):
 
 @inner
 def dynamo(view, params, scores):
-    """Blocks to prefill plus blocks held, both including the request; ties by index size."""
+    """Blocks to prefill plus prompt blocks in use, both including the request; no answers."""
     overlap_weight = params[0]
     prompt = view.request["prompt_tokens"]
     for i in range(scores.size):
         replica = view.replicas[i]
         prefill = pending_uncached(view, i)
-        held = in_flight_tokens(replica) + prompt
-        scores[i] = (overlap_weight * prefill + held) / replica["block_size"]
-        scores[i] += TIE_BREAK * replica["index_tokens"]
+        prompts = replica["queued_tokens"] + replica["answering_prompts"] + prompt
+        scores[i] = (overlap_weight * prefill + prompts) / replica["block_size"]
 
 
 @inner

@@ -1,17 +1,21 @@
-"""Writes the tables of results in README.md and model-card.md anew: python docs/headline.py.
+"""Writes the tables of results in README.md and model-card.md and the picture in README.md anew.
+
+    python docs/headline.py
 
 They come from results/standard.json and results/holdout.json, which ``make evaluate`` makes.
 """
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
 SUITES = ("standard", "holdout")
 TARGETS = (DOCS.parent / "README.md", DOCS / "model-card.md")
+#: A table that each target must have.
+HEADS = ("short standard", "headline standard")
 #: Who uses an opponent; these are shown in the headline, besides the best ones.
 USED_BY = {
     "round_robin": "everyone",
@@ -24,8 +28,19 @@ USED_BY = {
     "load_aware": "vLLM production-stack",
 }
 SHOWN = tuple(USED_BY)
+#: Rows of the table in README, besides the best rule.
+SHORT = ("least_outstanding", "cache_aware", "llm_d", "load_aware")
+#: Bars of the picture, from the top.
+BARS = {
+    "round_robin": "round robin",
+    "least_outstanding": "least outstanding",
+    "cache_aware": "SGLang gateway",
+    "llm_d": "llm-d",
+    "load_aware": "production-stack",
+}
+PICTURE = DOCS / "images" / "routers.svg"
 FIGURES = {
-    "cost": "composite cost",
+    "cost": "latency cost",
     "p99_ttft": "P99 TTFT",
     "mean_e2e": "mean end to end",
     "throughput": "throughput",
@@ -42,8 +57,11 @@ def begin(name: str) -> str:
 END = "<!-- end -->\n"
 
 
-def headline(results: Results) -> str:
-    """Return the table of a suite: the policy's ratios to its opponents."""
+def headline(results: Results, shown: Sequence[str] = SHOWN, others: bool = True) -> str:
+    """Return the table of a suite: the policy's ratios to its opponents.
+
+    ``others``: also the best single opponent and the look-aheads.
+    """
     by_name = {row["policy"]: row["vs_best_single"] for row in results["policies"]}
     subject, best = results["subject"], results["best_single"]
     lines = [
@@ -52,7 +70,8 @@ def headline(results: Results) -> str:
     ]
     remarks = {best: ", the best single opponent", results["best_hand_made"]: ", the best rule"}
     ahead = [row["policy"] for row in results["policies"] if row["role"] == "look-ahead"]
-    for name in dict.fromkeys((*SHOWN, results["best_hand_made"], best, *ahead)):
+    more = (best, *ahead) if others else ()
+    for name in dict.fromkeys((*shown, results["best_hand_made"], *more)):
         if name not in by_name:
             continue
         against: dict[str, Any] = {
@@ -93,12 +112,12 @@ def summary(results: Results) -> str:
     count = len(each["scenarios"])
     better, surely = round(each["share_better"] * count), round(each["share_surely_better"] * count)
     worst = each["worst_ratio"]
-    far = f"{worst - 1:.1%} dearer" if worst > 1 else f"{1 - worst:.1%} cheaper"
+    far = f"{worst - 1:.1%} higher" if worst > 1 else f"{1 - worst:.1%} lower"
     if abs(worst - 1) < 5e-4:
-        far = "level"
+        far = "equal"
     return (
-        f"Against the best rule *of each scenario* it is cheaper in {better} of {count} "
-        f"({surely} beyond doubt); "
+        f"Against the best rule *of each scenario* its cost is lower in {better} of {count} "
+        f"({surely} statistically significant); "
         f"where it does worst, `{each['worst_scenario']}`, it is {far}. "
         f"{len(results['seeds'])} evaluation seeds from {results['seeds'][0]} on, "
         f"{min(results['requests'].values())} requests or more per cell, "
@@ -121,10 +140,78 @@ def hindsight(results: Results) -> str:
         return math.exp(sum(logs) / len(logs))
 
     return (
-        f"What is there to win: whoever picked the best of all {len(results['policies'])} "
-        "policies, look-aheads included, for each scenario and each figure by hindsight would come "
-        f"to a cost of {ratio('cost_s'):.3f}, a P99 TTFT of {ratio('ttft_s_p99'):.3f} and a mean "
+        f"Upper bound: choosing the best of all {len(results['policies'])} policies, look-aheads "
+        "included, for each scenario and each figure in hindsight would give "
+        f"a cost of {ratio('cost_s'):.3f}, a P99 TTFT of {ratio('ttft_s_p99'):.3f} and a mean "
         f"end to end of {ratio('e2e_s_mean'):.3f}.\n"
+    )
+
+
+def where(results: Results) -> str:
+    """Return where the policy helps most and least against the best rule of each scenario."""
+    each = results["vs_best_per_scenario"]["scenarios"]
+    order = sorted(each, key=lambda name: each[name]["cost"])
+
+    def named(names: Sequence[str]) -> str:
+        return ", ".join(f"`{name}` ({_change(each[name]['cost'])})" for name in names)
+
+    opponents = sum(row["role"] in ("rule", "tuned", "learned") for row in results["policies"])
+    slower = [name for name in each if each[name]["p99_ttft"] > 1.02]
+    worst = max(each, key=lambda name: each[name]["p99_ttft"])
+    return (
+        f"Latency cost against the best of {opponents} opponents in *each* scenario: it helps most "
+        f"in "
+        f"{named(order[:3])}, least in {named(order[-3:])}. What it trades: mean latency comes "
+        f"first; in {len(slower)} of {len(each)} scenarios its P99 TTFT is more than 2 % above "
+        f"that opponent's (at most {each[worst]['p99_ttft'] - 1:.0%}, `{worst}`).\n"
+    )
+
+
+def _change(ratio: float) -> str:
+    text = f"{ratio - 1:+.0%}"
+    return "equal" if text in ("+0%", "-0%") else text
+
+
+def picture(results: Results) -> str:
+    """Return six bars as SVG: mean end-to-end time relative to round robin."""
+    by_name = {row["policy"]: row["vs_best_single"]["mean_e2e"] for row in results["policies"]}
+    names = {**BARS, results["subject"]: "Tailrace"}
+    values = {name: by_name[name] / by_name["round_robin"] for name in names}
+    left, width, step, top = 150, 430, 34, 46
+    marks = []
+    for k, (name, label) in enumerate(names.items()):
+        y, kind = top + step * k, "own" if name == results["subject"] else "other"
+        long = width * values[name]
+        marks.append(
+            f'<text class="name" x="{left - 10}" y="{y + 16}" text-anchor="end">{label}</text>'
+            f'<rect class="{kind}" x="{left}" y="{y}" width="{long:.1f}" height="22" rx="3"/>'
+            f'<text class="value" x="{left + long + 8:.1f}" y="{y + 16}">{values[name]:.2f}</text>'
+        )
+    bottom = top + step * len(names)
+    for tick in (0, 0.25, 0.5, 0.75, 1):
+        x = left + width * tick
+        marks.append(
+            f'<path class="tick" d="M{x:.1f} {top - 6}V{bottom}"/>'
+            f'<text class="axis" x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>'
+        )
+    count = len(results["vs_best_per_scenario"]["scenarios"])
+    style = (
+        "text{font:13px Helvetica,Arial,sans-serif;fill:#1e293b}.head{font-weight:bold}"
+        ".axis{font-size:12px;fill:#64748b}.own{fill:#0d9488}.other{fill:#94a3b8}"
+        ".tick{stroke:#cbd5e1;stroke-width:1;opacity:.6}.paper{fill:#ffffff}"
+        "@media(prefers-color-scheme:dark){text{fill:#e2e8f0}.axis{fill:#94a3b8}"
+        ".paper{fill:#0d1117}.tick{stroke:#334155}.other{fill:#64748b}.own{fill:#2dd4bf}}"
+    )
+    title = f"Mean end-to-end time relative to round robin, {count} scenarios"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 660 {bottom + 44}" role="img" '
+        f'aria-label="{title}: '
+        + ", ".join(f"{label} {values[name]:.2f}" for name, label in names.items())
+        + f'"><style>{style}</style><rect class="paper" width="660" height="{bottom + 44}" rx="6"/>'
+        f'<text class="head" x="16" y="26">{title} (lower is better)</text>'
+        + "".join(reversed(marks))
+        + f'<text class="axis" x="{left + width / 2}" y="{bottom + 34}" text-anchor="middle">'
+        "mean end-to-end time, geometric mean over scenarios; round robin = 1</text></svg>\n"
     )
 
 
@@ -137,6 +224,8 @@ def tables() -> dict[str, str]:
         text = f"{headline(results)}\n{summary(results)}\n{hindsight(results)}"
         made[f"headline {suite}"] = f"\n{text}\n"
         made[f"scenarios {suite}"] = f"\n{scenarios(results)}\n"
+        made[f"short {suite}"] = f"\n{headline(results, SHORT, others=False)}\n"
+        made[f"where {suite}"] = f"\n{where(results)}\n"
     return made
 
 
@@ -153,3 +242,5 @@ def with_tables(text: str) -> str:
 if __name__ == "__main__":
     for target in TARGETS:
         target.write_text(with_tables(target.read_text(encoding="utf-8")), encoding="utf-8")
+    standard = json.loads((DOCS / "results" / "standard.json").read_text(encoding="utf-8"))
+    PICTURE.write_text(picture(standard), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes the tables of settings in the guides anew: python docs/settings_table.py."""
+"""Writes the tables of settings on their pages anew: python docs/settings_table.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +11,10 @@ from tailrace.learn.settings import TrainSettings
 from tailrace.router.serve_settings import ServeSettings
 
 DOCS = Path(__file__).parent
-GUIDES: dict[str, type[BaseModel]] = {"training.md": TrainSettings, "router.md": ServeSettings}
+GUIDES: dict[str, type[BaseModel]] = {
+    "training-settings.md": TrainSettings,
+    "router-settings.md": ServeSettings,
+}
 BEGIN, END = "<!-- settings: python docs/settings_table.py -->\n", "<!-- end of settings -->\n"
 
 
@@ -46,7 +49,7 @@ def _inner(annotation: Any) -> type[Settings] | None:
 def _table(path: str, model: type[BaseModel]) -> str:
     about = " ".join((model.__doc__ or "").split())
     lines = [
-        f"### `{path or 'top level'}`",
+        f"## `{path or 'top level'}`",
         "",
         about,
         "",

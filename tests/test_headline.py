@@ -1,7 +1,10 @@
 """The tables of results in README and model card are those of the results."""
 
 import importlib.util
+import json
+import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -19,10 +22,26 @@ def script():
 def test_the_tables_are_up_to_date(script):
     """If not: python docs/headline.py."""
     assert len(script.TARGETS) >= 2
-    for target in script.TARGETS:
+    for target, head in zip(script.TARGETS, script.HEADS, strict=True):
         text = target.read_text(encoding="utf-8")
-        assert text.count(script.begin("headline standard")) == 1
+        assert text.count(script.begin(head)) == 1
         assert script.with_tables(text) == text
+
+
+def test_the_picture_is_up_to_date(script):
+    """If not: python docs/headline.py."""
+    standard = json.loads((DOCS / "results" / "standard.json").read_text(encoding="utf-8"))
+    svg = script.PICTURE.read_text(encoding="utf-8")
+    assert script.picture(standard) == svg
+    assert svg.count("<rect class=") == 1 + 6
+    by_name = {row["policy"]: row["vs_best_single"]["mean_e2e"] for row in standard["policies"]}
+    assert f">{by_name['tailrace'] / by_name['round_robin']:.2f}</text>" in svg
+    ElementTree.fromstring(svg)
+
+
+def test_readme_is_short():
+    words = re.sub(r"<!--.*?-->|[|│▲─>└┘`*#-]+", " ", (DOCS.parent / "README.md").read_text())
+    assert len(words.split()) < 850
 
 
 def test_what_the_tables_say(script):
@@ -58,8 +77,8 @@ def test_what_the_tables_say(script):
         "| `a`, the best single opponent | 0.500 (0.400-0.600) | 0.500 | 0.500 | 0.500 |",
         "| `oracle` | 1.250 | 1.250 | 1.250 | 1.250 |",
     ]
-    assert "cheaper in 1 of 2 (0 beyond doubt)" in script.summary(made)
-    assert "`t`, it is 2.0% dearer" in script.summary(made)
+    assert "lower in 1 of 2 (0 statistically significant)" in script.summary(made)
+    assert "`t`, it is 2.0% higher" in script.summary(made)
     assert "a cost of 0.500, a P99 TTFT of 0.500" in script.hindsight(made)
     assert "| `t` | `b` | 1.020" in script.scenarios(made)
 

@@ -25,6 +25,20 @@ def test_o_is_out_everywhere(name):
                 assert "--out" in param.opts, one.name
 
 
+def test_help_shows_first_what_a_newcomer_needs(run):
+    """The rest, with what only a comparison with Vidur needs, is one option away."""
+    first, everything = run("simulate", "--help").stdout, run("simulate", "--help-all").stdout
+    for name in ("--scenario", "--workload", "--requests", "--rate", "--policy", "--replicas"):
+        assert name in first
+    assert "--help-all" in first
+    assert len(first.splitlines()) < 50
+    for name in ("--watermark", "--vidur-compat", "--staleness-s", "--chunk-size"):
+        assert name not in first
+        assert name in everything
+    for param in cli.get_command(None, "simulate").params:
+        assert param.opts[0] in everything
+
+
 def test_import_names_the_log_of_serve(run):
     assert "decisions" in run("workload", "import", "--help").stdout
 

@@ -52,7 +52,7 @@ def test_options_set_their_settings():
 def test_every_plain_setting_has_an_option_with_its_own_words():
     options = {p.name: p for p in show.params}
     assert len(options) == len(show.params)
-    help_page = CliRunner().invoke(show, ["--help"]).output
+    help_page = CliRunner().invoke(show, ["--help-all"]).output
     for title, key, model in SECTIONS:
         assert title in help_page
         for field, info in model.model_fields.items():

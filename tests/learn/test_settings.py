@@ -198,10 +198,10 @@ def test_settings_survive_json_even_infinite_ones():
     ("guide", "names"),
     [
         (
-            "training.md",
+            "training-settings.md",
             ("kl_limit", "until_score", "staleness_s", "entropy_floor", "soft_late"),
         ),
-        ("router.md", ("guard_ratio", "canary_share", "slow_start_s", "token_env")),
+        ("router-settings.md", ("guard_ratio", "canary_share", "slow_start_s", "token_env")),
     ],
 )
 def test_the_guides_name_every_setting(guide, names):

@@ -38,9 +38,10 @@ from tailrace.files import check_target
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+TRAFFIC = "Traffic"
 #: Title on the help page, key in the scenario, settings.
 SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
-    ("Traffic", "workload", Workload),
+    (TRAFFIC, "workload", Workload),
     ("Replicas (of every kind; --set cluster.replicas.0.speed=2 for one)", "replica", Replica),
     ("Router", "router", RouterSettings),
     ("Engine", "engine", Engine),
@@ -58,8 +59,22 @@ _ELSEWHERE = {
 }
 GENERAL = "General"
 OUTPUT = "Output"
+#: Settings of a scenario that `--help` shows; `--help-all` shows the others too.
+_BASIC = frozenset(
+    {"name", "requests", "rate", "load", "ttft_slo_s", "tpot_slo_s", "count", "device", "speed"}
+)
+_HELP_ALL = "help_all"
+
+
+class _Seed(click.IntRange):
+    """A seed; the help page does not give its range."""
+
+    def _describe_range(self) -> str:
+        return ""
+
+
 #: What a seed may be, everywhere; the largest is tailrace.seeds.MAX_SEED.
-SEED = click.IntRange(0, 2**63 - 1)
+SEED = _Seed(0, 2**63 - 1)
 
 #: Fields whose option is not simply called like the field.
 _NAMES = {("workload", "name"): "workload", ("replica", "count"): "replicas"}
@@ -73,30 +88,70 @@ _SCALARS: "dict[Any, click.ParamType[Any]]" = {
 
 
 class SectionOption(click.Option):
-    """An option that knows under which heading of the help page it stands."""
+    """An option that knows under which heading of the help page it stands.
 
-    def __init__(self, *args: Any, section: str = GENERAL, **kwargs: Any) -> None:
+    An ``advanced`` one stands there only with ``--help-all``.
+    """
+
+    def __init__(
+        self, *args: Any, section: str = GENERAL, advanced: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.section = section
+        self.advanced = advanced
 
 
 class SectionedCommand(click.Command):
     """A command whose help page groups the options."""
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the options, with ``--help-all`` if there is more to show."""
+        params = super().get_params(ctx)
+        if any(getattr(param, "advanced", False) for param in params):
+            params = [*params, self._help_all]
+        return params
+
+    @property
+    def _help_all(self) -> click.Option:
+        return SectionOption(
+            ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+            help="Show all options: arrivals, router, inside a replica, Vidur.",
+        )  # fmt: skip
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options section by section."""
-        sections: dict[str, list[tuple[str, str]]] = {GENERAL: [], OUTPUT: []}
+        """Write the options section by section, those for experts last."""
+        everything = bool(ctx.meta.get(_HELP_ALL))
+        basic: dict[str, list[tuple[str, str]]] = {GENERAL: []}
+        advanced: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None and record[1]:
-                sections.setdefault(getattr(param, "section", GENERAL), []).append(record)
+            if record is None or not record[1]:
+                continue
+            section = getattr(param, "section", GENERAL)
+            if not getattr(param, "advanced", False):
+                basic.setdefault(section, []).append(record)
+            elif everything:
+                title = f"{section}, more" if section == TRAFFIC else section
+                advanced.setdefault(title, []).append(record)
+        if OUTPUT in basic:
+            basic[OUTPUT] = basic.pop(OUTPUT)
         for title in (INSIDE, VIDUR):
-            if title in sections:
-                sections[title] = sections.pop(title)
-        for title, records in sections.items():
+            for sections in (basic, advanced):
+                if title in sections:
+                    sections[title] = sections.pop(title)
+        for title, records in (*basic.items(), *advanced.items()):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _show_all(ctx: click.Context, param: click.Parameter, given: bool) -> None:
+    """Print the whole help page and end."""
+    del param
+    if given and not ctx.resilient_parsing:
+        ctx.meta[_HELP_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 def command(name: str) -> Callable[[Callable[..., Any]], SectionedCommand]:
@@ -137,12 +192,19 @@ def all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
 
 
 def section_options(
-    title: str, key: str, model: type[BaseModel], but: tuple[str, ...] = ()
+    title: str,
+    key: str,
+    model: type[BaseModel],
+    but: tuple[str, ...] = (),
+    basic: frozenset[str] | None = None,
 ) -> Callable[[F], F]:
-    """Add one option per setting of a model, named ``key__setting`` among the parameters."""
+    """Add one option per setting of a model, named ``key__setting`` among the parameters.
+
+    ``basic``: those that ``--help`` shows; default: all.
+    """
     return all_of(
         *(
-            _setting_option(title, key, field, info, kind)
+            _setting_option(title, key, field, info, kind, basic)
             for field, info in model.model_fields.items()
             if field not in but and (kind := _scalar(info.annotation)) is not None
         )
@@ -150,7 +212,12 @@ def section_options(
 
 
 def _setting_option(
-    title: str, key: str, field: str, info: FieldInfo, kind: "click.ParamType[Any]"
+    title: str,
+    key: str,
+    field: str,
+    info: FieldInfo,
+    kind: "click.ParamType[Any]",
+    basic: frozenset[str] | None,
 ) -> Callable[[F], F]:
     name = _NAMES.get((key, field), field).replace("_", "-")
     flag = kind is click.BOOL
@@ -166,6 +233,7 @@ def _setting_option(
         default=None,
         help=help_text,
         section=_ELSEWHERE.get(field, title) if title != GENERAL else title,
+        advanced=basic is not None and field not in basic,
         shell_complete=_COMPLETIONS.get((key, field)),
     )
 
@@ -193,7 +261,7 @@ scenario_options = all_of(
         "--set", "assignments", metavar="KEY=VALUE", multiple=True,
         help="Any setting by its path, e.g. cluster.replicas.1.speed=0.5; may be repeated.",
     ),
-    *(section_options(*section) for section in SECTIONS),
+    *(section_options(*section, basic=_BASIC) for section in SECTIONS),
 )  # fmt: skip
 #: One option per setting of a workload, but its name and load.
 workload_options = section_options(GENERAL, "workload", Workload, but=("name", "load"))

@@ -31,7 +31,7 @@ def sentences(comparison: Comparison, policy: str) -> list[str]:
     size = comparison.scenario.cluster.size
     return [
         (
-            f"Trained: {policy}, a routing policy for any number of servers, tried here on {size} of "
+            f"Trained: {policy}, a routing policy for any number of servers, tried on {size} of "
             "mixed speed with returning conversations."
         ),
         (

@@ -15,6 +15,7 @@ import numba
 from tailrace import compiled
 from tailrace.net.chunk_kernel import RequestChunks
 from tailrace.policy.learned import inference
+from tailrace.router.access import accounts
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake import model_field
 from tailrace.router.intake.fast_body import BodyReader
@@ -38,6 +39,7 @@ def compile_readers() -> None:
     LargeBodies().close()
     RequestChunks().feed(b"0\r\n\r\n")
     model_field.is_clear(b"{}")
+    accounts.warm_up()
 
 
 def compile_choosers() -> None:

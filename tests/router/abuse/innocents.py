@@ -54,8 +54,11 @@ class Innocents:
         began = False
         try:
             reader, writer = await asyncio.open_connection(HOST, self.port)
-        except OSError:
+        except ConnectionRefusedError:
             self.failed["refused"] += 1
+            return
+        except OSError:  # the process that was to accept it is gone
+            self.failed["reset"] += 1
             return
         try:
             writer.write(request(tokens, stream=True, every_ms=every_ms, extra=self.extra))
@@ -88,8 +91,11 @@ class Innocents:
         start = time.monotonic()
         try:
             reader, writer = await asyncio.open_connection(HOST, self.port)
-        except OSError:
+        except ConnectionRefusedError:
             self.failed["refused"] += 1
+            return
+        except OSError:  # the process that was to accept it is gone
+            self.failed["reset"] += 1
             return
         try:
             writer.write(request(1, stream=False, every_ms=1, extra=self.extra))

@@ -151,6 +151,15 @@ def _is_in(values, value):
     return found
 
 
+def warm_up() -> None:
+    """Compile what every request of a client needs, so that none waits for it."""
+    unlimited = np.zeros(CONCURRENT + 1)
+    row = np.zeros(ACTIVE + 1, np.int64)
+    begin(row, 0, unlimited, 0.0)
+    reserve(row, unlimited, 1.0, 0.0)
+    end(row, 0, unlimited, 0.0)
+
+
 class ClientAccounts:
     """The rows of all clients, in memory that forked workers share."""
 
@@ -213,7 +222,7 @@ class Account:
 
 def limits_of(client: ClientSettings) -> NDArray[np.float64]:
     """Return a client's limits float64 [5]."""
-    limits = np.zeros(5)
+    limits = np.zeros(CONCURRENT + 1)
     rate, tokens = client.requests_per_s, client.tokens_per_minute
     if rate is not None:
         limits[REQUEST_NS] = max(1.0, _SECOND_NS / rate)

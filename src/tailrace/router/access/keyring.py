@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from tailrace.errors import TailraceError
 from tailrace.net.heads import KEY_HEADERS, RequestHead
-from tailrace.router.access.accounts import Account, ClientAccounts, owners
+from tailrace.router.access.accounts import Account, ClientAccounts, owners, warm_up
 from tailrace.router.settings import MAX_KEY_BYTES, ClientSettings
 
 _SCHEME = b"bearer"
@@ -59,6 +59,8 @@ class Keyring:
         self._clients: dict[bytes, tuple[bytes, Client]] = {}
         self.clients: list[Client] = []
         accounts = accounts or ClientAccounts()
+        if clients:
+            warm_up()
         listed = owners(clients)
         keys = [client.keys() for client in clients]
         for settings, own in zip(clients, keys, strict=True):

@@ -28,10 +28,12 @@ from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.router.decide.reasons import phrase
 from tailrace.router.intake.request_body import RequestBody
+from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels as k
 from tailrace.router.state.arrival import Arrival, Decision
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.server_speeds import speed_of
 from tailrace.router.state.shared_state import memory_of
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA
@@ -394,10 +396,11 @@ class Chooser:
         python = everything or any(role is not None and role.code == k.NO_RULE for role in roles)
         rule = self.settings.fallback
         shadow = rule if everything or self._shadow is not None else ""
-        toy = ClusterState(self.cluster.backends[:1] * 2, self.cluster.clock)
+        # Told nothing of its servers, so that their speeds are learned.
+        toy = ClusterState([BackendSettings(url="http://127.0.0.1:1")] * 2, self.cluster.clock)
         chooser = Chooser(toy, ChooserSettings(policy=rule, shadow=shadow), warm_up=False)
         for text in ("a", "a" * 4096):
-            arrival = toy.arrive(RequestBody("completion", text=text))
+            arrival = toy.arrive(RequestBody("completion", text=text, streams=True))
             decision = chooser.choose(arrival)
             assert decision is not None
             if python:
@@ -405,14 +408,15 @@ class Chooser:
                 chooser._judge(chooser._main, k.NO_CAUSE)
             attempt = Attempt(toy, arrival, decision.replica, decision)
             toy.cached_on(arrival, 0)
-            attempt.tokens(1)
-            attempt.usage(8, 1, 0)
+            attempt.tokens(2)
+            attempt.usage(8, 2, 0)
             attempt.close("done")
             Attempt(toy, arrival, decision.replica, decision).close("done")
         toy.arrive(RequestBody("chat", data=np.zeros(8, np.uint8)))
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index
         k.evict_until(index.entries, index.slots, index.totals, 0, 0.0)
+        speed_of(toy, 0)
         toy.forget(0)
 
 

@@ -13,6 +13,7 @@ or is nested more than 60 levels deep. What matters to the router must not be hi
 
 # mypy: disallow-untyped-defs=False
 
+import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -374,7 +375,8 @@ def _read_prompt(
     if recipe == RECIPES["embedding"] and b"messages" in places:
         recipe = RECIPES["chat"]
     found = np.zeros(_FIGURES, np.int64)
-    text = np.empty(2 * b.size + SPARE, _U1)
+    # From the system, to which it returns at once: glibc would keep it in this thread's arena.
+    text = np.frombuffer(mmap.mmap(-1, 2 * b.size + SPARE), _U1)
     good = bool(recipe)
     for name, how in recipe:
         start, end = places.get(name.encode(), (0, 0))

@@ -131,6 +131,8 @@ class DecisionLog:
         digest = hashlib.blake2b(b"content", digest_size=16, key=salt).digest()
         self._content_key = np.frombuffer(digest, np.uint64)
         self._hashed = np.empty(64, np.uint64)
+        if settings.content:
+            keyed(self._hashed[:0], self._content_key, self._hashed)  # compile it now
         self._attempts: list[tuple[Attempt, str, str]] = []
         self._lines: deque[list[bytes]] = deque()
         self._pending = 0  # bytes put in by the event loop ...

@@ -21,13 +21,14 @@ USED_BY = {
     "round_robin": "everyone",
     "least_outstanding": "everyone",
     "cache_aware": "SGLang",
+    "sglang_cache_aware": "SGLang",
     "dynamo": "NVIDIA Dynamo",
     "llm_d": "llm-d",
     "lmetric": "LMetric",
     "llm_d_sticky": "llm-d's guides",
     "load_aware": "vLLM production-stack",
 }
-SHOWN = tuple(USED_BY)
+SHOWN = tuple(USED_BY)  # those that results have
 #: Rows of the table in README, besides the best rule.
 SHORT = ("least_outstanding", "cache_aware", "llm_d", "load_aware")
 #: Bars of the picture, from the top.
@@ -38,6 +39,8 @@ BARS = {
     "llm_d": "llm-d",
     "load_aware": "production-stack",
 }
+#: Rules that take the place of another one in table and picture once results have them.
+NEWER = {"cache_aware": "sglang_cache_aware"}
 PICTURE = DOCS / "images" / "routers.svg"
 FIGURES = {
     "cost": "latency cost",
@@ -71,6 +74,8 @@ def headline(results: Results, shown: Sequence[str] = SHOWN, others: bool = True
     remarks = {best: ", the best single opponent", results["best_hand_made"]: ", the best rule"}
     ahead = [row["policy"] for row in results["policies"] if row["role"] == "look-ahead"]
     more = (best, *ahead) if others else ()
+    if not others:
+        shown = [_newest(name, by_name) for name in shown]
     for name in dict.fromkeys((*shown, results["best_hand_made"], *more)):
         if name not in by_name:
             continue
@@ -167,6 +172,11 @@ def where(results: Results) -> str:
     )
 
 
+def _newest(name: str, known: Mapping[str, Any]) -> str:
+    newer = NEWER.get(name, name)
+    return newer if newer in known else name
+
+
 def _change(ratio: float) -> str:
     text = f"{ratio - 1:+.0%}"
     return "equal" if text in ("+0%", "-0%") else text
@@ -175,7 +185,8 @@ def _change(ratio: float) -> str:
 def picture(results: Results) -> str:
     """Return six bars as SVG: mean end-to-end time relative to round robin."""
     by_name = {row["policy"]: row["vs_best_single"]["mean_e2e"] for row in results["policies"]}
-    names = {**BARS, results["subject"]: "Tailrace"}
+    names = {_newest(name, by_name): label for name, label in BARS.items()}
+    names[results["subject"]] = "Tailrace"
     values = {name: by_name[name] / by_name["round_robin"] for name in names}
     left, width, step, top = 150, 430, 34, 46
     marks = []

@@ -35,7 +35,6 @@ SKIPPED = {
     "tailrace calibrate http": "needs live servers; the emulator's are tried in tests/calibrate",
     "tailrace calibrate --log": "needs a decision log; tests/calibrate makes one",
     "tailrace assess http": "needs live servers",
-    "tailrace assess --log": "needs a decision log; tests/assess makes one",
     "tailrace replay": "needs a decision log; tests/replay makes one",
     "tailrace evaluate RUN": "RUN stands for a training run",
     "tailrace train --env live": "needs live servers; tests/integrations/live_training has them",
@@ -44,6 +43,7 @@ SKIPPED = {
 SKIPPED_IF = {
     "ray": "needs Ray: `make test-ray`",
     "vidur": "needs the vidur package: `make test-vidur`",
+    "--check": "says 1 where the servers are not there; tests/cli/test_front_door.py tries it",
     "--resume": "goes on with a run that is not there",
     "runs/sweep": "needs a sweep, and that needs Ray: `make test-ray`",
 }
@@ -93,6 +93,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         target = place / f"{name}.tailrace"
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(SHIPPED, target)
+    (place / "cluster.toml").write_text("[[cluster.replicas]]\ncount = 2\n")
     rows = "".join(f"2023-11-16 18:17:{k % 60:02d}.0,100,10\n" for k in range(50))
     for name in ("azure.csv", "AzureLLMInferenceTrace_conv.csv"):
         (place / name).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)

@@ -338,8 +338,9 @@ def step_shadow(plan: RolloutPlan, urls: Sequence[str], done: Json) -> Json:
 
 
 def decisions(folder: Path) -> list[Json]:
-    """Return the lines of a decision log."""
-    return [data for _, _, data in decision_log.records(folder)]
+    """Return the lines of a decision log, but for those of counting tokens, as the load does."""
+    lines = (data for _, _, data in decision_log.records(folder))
+    return [data for data in lines if data.get("kind") != "tokenize"]
 
 
 def disagreement(folder: Path) -> Json:

@@ -2,7 +2,7 @@
 
 Chat requests of several sizes go to trivial backends directly, through the router with everything
 on (learned policy, metrics, telemetry, decision log) and through each peer that is installed:
-sglang-router and vllm-router in a virtual environment ``.venv-peers``, nginx on the system.
+sglang-router, smg and vllm-router in a virtual environment ``.venv-peers``, nginx on the system.
 ``added_p50_ms`` is the median latency on one connection less that of the direct way, ``rps`` the
 requests per second on 32 connections, ``cpu_us`` the contender's CPU time per request, all threads.
 ``several`` are the same figures of several router processes that share a port. With ``--before``

@@ -226,18 +226,17 @@ class Rig:
     def start_peers(self) -> list[Contender]:
         """Start the peers that are installed, each with its own defaults."""
         found = []
-        for name, module in (
-            ("sglang-router", "sglang_router.launch_router"),
-            ("vllm-router", "vllm_router.launch_router"),
-        ):
-            if not (PEERS / "bin" / name).exists():
+        for name, package in (
+            ("sglang-router", "sglang_router"), ("smg", "smg"), ("vllm-router", "vllm_router"),
+        ):  # fmt: skip
+            if not any(PEERS.glob(f"lib/python*/site-packages/{package}")):
                 self.notes.append(f"{name} is not installed in {PEERS.name}: left out")
                 continue
             port, prometheus = free_ports(2)
             command: list[str | Path] = [
-                PEERS / "bin" / "python", "-m", module, "--host", HOST, "--port", str(port),
-                "--prometheus-port", str(prometheus), "--log-level", "error",
-                "--worker-urls", *self.backends,
+                PEERS / "bin" / "python", "-m", f"{package}.launch_router",
+                "--host", HOST, "--port", str(port), "--prometheus-port", str(prometheus),
+                "--log-level", "error", "--worker-urls", *self.backends,
             ]  # fmt: skip
             process = self.start(name, command)
             if self.wait(port, process, name, must=False):

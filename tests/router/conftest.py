@@ -210,8 +210,10 @@ class World:
     clock: "Clock"
     opened: list["Client"] = field(default_factory=list)
 
-    async def client(self) -> "Client":
-        reader, writer = await asyncio.open_connection(*self.router.listen_at)
+    async def client(self, host: str | None = None) -> "Client":
+        """Connect, from an address of this machine if one is given."""
+        local = None if host is None else (host, 0)
+        reader, writer = await asyncio.open_connection(*self.router.listen_at, local_addr=local)
         client = Client(reader, writer)
         self.opened.append(client)
         return client

@@ -230,20 +230,24 @@ def test_the_place_of_a_client_is_freed_however_the_reading_ends(
     run(test())
 
 
-def test_clients_take_turns_in_having_their_bodies_read(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by", ["key", "address"])
+def test_clients_take_turns_in_having_their_bodies_read(
+    monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
     """One with many large bodies does not delay another one's until all of its own are read."""
     bodies = [orjson.dumps({"model": "m", "prompt": [k] * 100_000}) for k in range(6)]
     clients = []
     for name in "abc":
         monkeypatch.setenv(f"KEY_{name}", f"secret-{name}")
         clients.append({"name": name, "key_env": f"KEY_{name}"})
+    hosts = {"a": "127.0.0.1", "b": "127.0.0.2", "c": "127.0.0.3"}
 
     async def test() -> None:
-        async with world(1, clients=clients) as w:
+        async with world(1, clients=clients if by == "key" else []) as w:
             go = hold_readers(w)
             asked = []
             for body, name in zip(bodies, "aaaabc", strict=True):
-                client = await w.client()
+                client = await w.client(hosts[name] if by == "address" else None)
                 client.send(post("/v1/completions", body, f"Authorization: Bearer secret-{name}"))
                 asked.append(client)
                 held = sum(len(b) for b in bodies[: len(asked)])

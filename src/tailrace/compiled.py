@@ -53,6 +53,7 @@ _KERNEL_SOURCES = (
     *("router/intake/fast_body.py", "router/intake/hashing.py", "router/intake/json_scan.py"),
     "router/intake/large_body.py",
     "router/intake/model_field.py",
+    "workload/formats/scan.py",
 )
 
 

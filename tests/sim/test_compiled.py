@@ -105,18 +105,15 @@ def small_tables(draw) -> RequestTable:  # type: ignore[no-untyped-def]
     runs: list[list[tuple[int, int]]] = []
     parent = np.full(count, -1)
     think = np.zeros(count)
-    has_child = set()
     for i in range(count):
         if i and draw(st.booleans()):
             p = draw(st.integers(0, i - 1))
-            if p not in has_child:
-                has_child.add(p)
-                parent[i], think[i] = p, draw(st.sampled_from([0.0, 0.5, 2.0]))
-                grown = prompts[p] + outputs[p] + prompts[i]
-                tail = grown - sum(tokens for _, tokens in runs[p][:-1])
-                prompts[i] = grown
-                runs.append([*runs[p][:-1], (runs[p][-1][0], tail)])
-                continue
+            parent[i], think[i] = p, draw(st.sampled_from([0.0, 0.5, 2.0]))
+            grown = prompts[p] + outputs[p] + prompts[i]
+            tail = grown - sum(tokens for _, tokens in runs[p][:-1])
+            prompts[i] = grown
+            runs.append([*runs[p][:-1], (runs[p][-1][0], tail)])
+            continue
         shared = draw(st.sampled_from([0, 16, 40]))
         shared = min(shared, prompts[i])
         runs.append([(1000, shared), (i, prompts[i] - shared)])

@@ -192,7 +192,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     with pytest.raises(TailraceError, match=r"bad\.csv"):
         traces.read(path)
     path.write_bytes(b'{"timestamp": 0, "x": "\xff"}\n')
-    with pytest.raises(TailraceError, match=r"bad\.csv is not text"):
+    with pytest.raises(TailraceError, match=r"bad\.csv, line 1 is not text"):
         traces.read(path)
 
 

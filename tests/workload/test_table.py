@@ -32,7 +32,6 @@ def table(**columns: object) -> RequestTable:
         ({"output_tokens": np.array([5, 1, 0])}, "request 2: output_tokens must be at least 1"),
         ({"parent": np.array([-1, 1, -1])}, "request 1: its parent must stand above it"),
         ({"parent": np.array([-1, -2, -1])}, "request 1: parent must be a row number"),
-        ({"parent": np.array([-1, 0, 0])}, "request 0: has more than one follow-up"),
         ({"runs": [[(1, 5)], [(1, 7)], []]}, "request 1: its content runs do not add up"),
         ({"run_count": np.array([0, 1, 0])}, "request 1: its content runs lie outside"),
         ({"run_start": np.array([0, -1, 0])}, "request 1: its content runs lie outside"),

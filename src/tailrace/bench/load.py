@@ -132,7 +132,7 @@ class _Load:
         self.kinds: dict[str, int] = {}
         self.labels: dict[str, int] = {}
         parents = table.rows["parent"]
-        self._child = {int(parents[row]): int(row) for row in np.flatnonzero(parents >= 0)}
+        self._follow_ups = table.follow_ups()
         self._due = [
             (float(table.rows["arrival_s"][row]) * stretch, int(row))
             for row in np.flatnonzero(parents < 0)
@@ -182,7 +182,7 @@ class _Load:
         prompt = self._writer.write(row, self._so_far.pop(row, None))
         body = self._body(row, prompt)
         head = self.pool.head(b"POST", self._path, len(body), JSON_LINE + self._headers(row))
-        asking = _LoadCall(self, row, head, body, prompt if row in self._child else None)
+        asking = _LoadCall(self, row, head, body, prompt if row in self._follow_ups else None)
         record = self.requests[row]
         record["due_s"] = due_s
         record["sent_s"] = self.now()
@@ -228,8 +228,7 @@ class _Load:
             if known is not None:
                 record[name] = known
         self._left -= 1
-        child = self._child.get(row)
-        if child is not None:
+        for child in self._follow_ups.get(row, ()):
             if failure is None and asking.prompt is not None:
                 text = orjson.dumps(answer.text)[1:-1]
                 self._so_far[child] = spoken(asking.prompt, text, answer.tokens)

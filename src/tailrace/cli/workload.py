@@ -108,17 +108,37 @@ def write_command(name: str, out: Path, seed: int, **settings: Any) -> None:
 @click.argument("file", type=FILE)
 @click.option(
     "--format", "format_name", default="auto", show_default=True,
-    help="azure, vidur, burstgpt, csv, mooncake, parquet or decisions (a log of `tailrace serve`); "
-    "auto looks at the file.",
+    help="azure, vidur, burstgpt, csv, mooncake, sessions, weka (Claude Code), access_log, parquet "
+    "or decisions (a log of `tailrace serve`); auto looks at the file.",
+)  # fmt: skip
+@click.option(
+    "--block-size", type=click.IntRange(1, 2**24),
+    help="Tokens per block id of mooncake and sessions, if the file does not say it.",
+)  # fmt: skip
+@click.option(
+    "--session-gap", type=click.FloatRange(0), metavar="SECONDS",
+    help="Time between the starts of sessions whose trace does not say when they began.",
 )  # fmt: skip
 @click.option("--sort", is_flag=True, help="Put an unsorted file in order of arrival.")
 @_OUT
 @options.json
-def import_command(file: Path, format_name: str, sort: bool, out: Path) -> None:
-    """Turn a public trace, or a decision log of the live router, (FILE) into a file of requests."""
+def import_command(
+    file: Path,
+    format_name: str,
+    block_size: int | None,
+    session_gap: float | None,
+    sort: bool,
+    out: Path,
+) -> None:
+    """Turn a public trace, or a decision log of the live router, (FILE) into a file of requests.
+
+    FILE may be a folder of decision logs or of Claude Code sessions.
+    """
     from tailrace.workload import traces
 
-    trace = traces.read(file, format_name, sort=sort)
+    trace = traces.read(
+        file, format_name, sort=sort, block_tokens=block_size, session_gap_s=session_gap
+    )
     traces.write(trace.table, out, has_arrivals=trace.has_arrivals, has_slos=trace.has_slos)
     about = {
         "requests": len(trace.table),

@@ -105,9 +105,14 @@ def _fill_facts(
     if predicted is not None:
         facts["predicted"] = predicted
     facts["prefix_hash"] = prefix_hash(table)
-    facts["child"] = -1
+    facts["child"] = facts["sibling"] = -1
     children = np.flatnonzero(rows["parent"] >= 0)
-    facts["child"][rows["parent"][children]] = children
+    children = children[np.argsort(rows["parent"][children], kind="stable")]
+    parents = rows["parent"][children]
+    is_first = np.diff(parents, prepend=-1) > 0
+    facts["child"][parents[is_first]] = children[is_first]
+    later = np.flatnonzero(~is_first)
+    facts["sibling"][children[later - 1]] = children[later]
 
 
 def build_fleet(

@@ -122,16 +122,17 @@ def notify(fleet, c, kind, r, n, at):
 
 @inlined
 def settled(fleet, tables, c, n, lost):
-    """Settle a request, finished or lost; its follow-up arrives after the think time."""
+    """Settle a request, finished or lost; its follow-ups arrive after their think times."""
     cluster = fleet.clusters[c]
     cluster["unsettled"] -= 1
     facts = tables.facts[cluster["table"]]
     if cluster["accounts"]:
         cost_accounts.ended(cluster, fleet.requests[c], facts, n, lost)
     child = facts[n]["child"]
-    if child >= 0:
+    while child >= 0:
         arrival = fleet.requests[c, n]["done"] + facts[child]["think"]
         arrival_heap.push(fleet.heap[c], cluster, arrival, child)
+        child = facts[child]["sibling"]
 
 
 @inlined

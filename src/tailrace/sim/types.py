@@ -213,10 +213,12 @@ REQUEST_FACT = np.dtype(
         ("output", "i4"),
         ("session", "i4"),
         ("turn", "i4"),
-        ("child", "i4"),  # its follow-up, -1: none
+        ("child", "i4"),  # its first follow-up, -1: none
+        ("sibling", "i4"),  # next follow-up of its parent, -1: none
         ("run_count", "i4"),
         ("piece_count", "i4"),
         ("priority", "i4"),
+        ("reserved", "i4"),
     ]
 )
 

@@ -3,9 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.workload.draft import run_index
-from tailrace.workload.prefix import content_keys
-from tailrace.workload.table import RUN, RequestTable, blank_rows
+from tailrace.workload.table import RUN
 
 Ints = NDArray[np.int64]
 
@@ -20,42 +18,30 @@ def block_runs(
     has a few runs, and an answer never continues into blocks of a later prompt. Tokens beyond the
     last block are private. Sets the rows' run_start and run_count.
     """
-    node = _trie_nodes(ids, counts)
-    owner = np.repeat(np.arange(len(rows)), counts)
-    is_first = np.diff(owner, prepend=-1) > 0
-    is_last = np.diff(owner, append=len(rows)) > 0
-    before = np.where(is_first, -1, np.concatenate([[-1], node[:-1]]))
-    nodes = int(node.max()) + 1 if node.size else 0
-    parent = np.full(nodes, -1, np.int64)
-    parent[node] = before
+    from tailrace.workload.formats import scan  # the compiler is loaded only where it is needed
+
+    node = np.empty(len(ids), np.int32)
+    parent = np.empty(len(ids), np.int32)
+    buckets = np.zeros(1 << (2 * len(ids)).bit_length(), np.int32)
+    nodes = int(scan.number_nodes(ids, counts, node, parent, np.empty_like(ids), buckets))
+    parent = parent[:nodes]
+    has_blocks = counts > 0
+    last_block = (np.cumsum(counts) - 1)[has_blocks]
     children = np.bincount(parent[parent >= 0], minlength=nodes)
     ends = np.zeros(nodes, bool)
-    ends[node[is_last]] = True
+    ends[node[last_block]] = True
     joined = (parent >= 0) & (children[parent] == 1) & ~ends[parent]
-    opens = ~joined[node]
-    run_of = np.cumsum(opens) - 1
-    tokens = np.bincount(run_of, minlength=int(opens.sum())) * block_tokens
+    size = int(np.count_nonzero(~joined[node]))
+    segment = np.empty(size, np.int64)
+    tokens = np.empty(size, np.int64)
+    run_counts = np.zeros(len(rows), np.int64)
+    scan.write_runs(counts, node, joined, block_tokens, segment, tokens, run_counts)
     # The last block of a prompt may be cut short; what no block covers is private.
-    covered = counts * block_tokens
-    excess = rows["prompt_tokens"] - covered
-    has_blocks = counts > 0
-    tokens[run_of[is_last]] += np.minimum(excess, 0)[has_blocks]
+    excess = rows["prompt_tokens"] - counts * block_tokens
+    tokens[(np.cumsum(run_counts) - 1)[has_blocks]] += np.minimum(excess, 0)[has_blocks]
     private = np.where(has_blocks, np.maximum(excess, 0), 0)
-    return _with_private(rows, owner[opens], node[opens], tokens, private, nodes)
-
-
-def _trie_nodes(ids: Ints, counts: Ints) -> Ints:
-    """Number the distinct paths of block ids: equal number = equal block after equal blocks."""
-    if ids.size == 0:
-        return np.zeros(0, np.int64)
-    rows = blank_rows(len(counts))
-    rows["run_count"] = counts
-    rows["run_start"] = np.cumsum(counts) - counts
-    runs = np.zeros(len(ids), RUN)
-    runs["segment"], runs["tokens"] = ids, 1
-    key = content_keys(RequestTable(rows, runs))[run_index(rows)]
-    _, node = np.unique(key, return_inverse=True)
-    return node.astype(np.int64)
+    owner = np.repeat(np.arange(len(rows)), run_counts)
+    return _with_private(rows, owner, segment, tokens, private, nodes)
 
 
 def _with_private(

@@ -122,13 +122,16 @@ def retime(table: RequestTable, root_s: Floats) -> RequestTable:
     arrival_s = np.zeros(len(rows))
     turn = np.flatnonzero(parent < 0)
     arrival_s[turn] = root_s
-    child = np.full(len(rows), -1, np.int64)
     has_parent = np.flatnonzero(parent >= 0)
-    child[parent[has_parent]] = has_parent
+    by_parent = has_parent[np.argsort(parent[has_parent], kind="stable")]
+    count = np.bincount(parent[has_parent], minlength=len(rows))
+    first = np.cumsum(count) - count
     while turn.size:
-        following = child[turn]
-        turn, following = turn[following >= 0], following[following >= 0]
-        arrival_s[following] = arrival_s[turn] + gap_s[following]
+        counts = count[turn]
+        before = np.repeat(turn, counts)
+        place = np.repeat(first[turn] - (np.cumsum(counts) - counts), counts)
+        following = by_parent[place + np.arange(len(before))]
+        arrival_s[following] = arrival_s[before] + gap_s[following]
         turn = following
     rows["arrival_s"] = arrival_s
     # Ties go by the old order, in which a parent stands above its child.

@@ -35,6 +35,8 @@ _WHOLE = {
     "parent": (-1, 2**31 - 1),
     "priority": (-(2**31), 2**31 - 1),
 }
+#: Number of the customer, or a name for it, which is numbered by first appearance.
+_TENANT = "tenant"
 #: Order in which columns are written.
 COLUMNS = (
     "arrival_s",
@@ -47,6 +49,7 @@ COLUMNS = (
     "ttft_slo_s",
     "tpot_slo_s",
     "priority",
+    "tenant",
 )
 #: Rows that are converted at a time, to bound the memory of long tables.
 ROWS_PER_BATCH = 262_144
@@ -68,6 +71,8 @@ def parse(sheet: Sheet) -> Imported:
     for column, (low, high) in _WHOLE.items():
         if column in sheet or column in REQUIRED:
             rows[column] = sheet.ints(column, low, high)
+    if _TENANT in sheet:
+        rows[_TENANT] = _tenants(sheet)
     runs = _parse_runs(sheet, rows)
     table = RequestTable(rows, runs)
     return Imported(table, np.arange(len(rows)), has_arrivals="arrival_s" in sheet)
@@ -83,6 +88,7 @@ def write(
     """
     left_out = {"arrival_s": not has_arrivals, "ttft_slo_s": not has_slos}
     left_out["tpot_slo_s"] = not has_slos
+    left_out[_TENANT] = not (table.rows[_TENANT] >= 0).any()
     names = tuple(c for c in COLUMNS if not left_out.get(c))
     writers = {".csv": _write_csv, ".parquet": _write_parquet}
     if path.suffix not in writers:
@@ -137,6 +143,18 @@ def _batches(
 def _lists(offsets: Ints, values: Any) -> Any:
     """Cut an Arrow array [u] into lists [n] at offsets [n + 1]."""
     return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), values)
+
+
+def _tenants(sheet: Sheet) -> Ints:
+    """Return the number of each row's tenant [n], -1: unknown."""
+    raw = sheet.raw(_TENANT).cast(pa.string()).fill_null("")
+    texts = [text.strip() for text in raw.to_pylist()]
+    if all(text in ("", "-1") or text.isdigit() for text in texts):
+        numbers = np.array([int(text or -1) for text in texts], np.int64)
+        sheet.refuse(numbers >= 2**31, _TENANT, "must be a name or a number below 2**31, got {}")
+        return numbers
+    known: dict[str, int] = {}
+    return np.array([known.setdefault(t, len(known)) if t else -1 for t in texts], np.int64)
 
 
 def _parse_runs(sheet: Sheet, rows: NDArray[np.void]) -> NDArray[np.void]:

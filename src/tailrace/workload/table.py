@@ -31,11 +31,11 @@ REQUEST = np.dtype(
         ("output_tokens", "i4"),
         ("session", "i4"),  # dense number of the conversation, -1: none
         ("turn", "i4"),  # 0 for the first request of a session
-        ("parent", "i4"),  # row of the previous turn, -1: arrives at arrival_s
+        ("parent", "i4"),  # row of the turn before, which may have several; -1: none
         ("priority", "i4"),  # higher is more urgent; carried, not used by the engines
         ("run_start", "i8"),  # first of its runs in RequestTable.runs
         ("run_count", "i4"),
-        ("reserved", "i4"),
+        ("tenant", "i4"),  # number of the customer, -1: unknown; carried, not used by the engines
     ]
 )
 
@@ -46,7 +46,7 @@ RUN = np.dtype([("segment", "i8"), ("tokens", "i4"), ("reserved", "i4")])
 def blank_rows(count: int) -> NDArray[np.void]:
     """Return rows [count] with every column at its default; lengths are left at 0."""
     rows = np.zeros(count, REQUEST)
-    rows["session"] = rows["parent"] = -1
+    rows["session"] = rows["parent"] = rows["tenant"] = -1
     rows["ttft_slo_s"] = DEFAULT_TTFT_SLO_S
     rows["tpot_slo_s"] = DEFAULT_TPOT_SLO_S
     return rows
@@ -125,9 +125,14 @@ class RequestTable:
         ids = np.arange(len(rows))
         refuse(rows["parent"] >= ids, "its parent must stand above it")
         refuse(rows["parent"] < -1, "parent must be a row number, or -1")
-        children = np.bincount(rows["parent"][rows["parent"] >= 0], minlength=len(rows))
-        refuse(children > 1, "has more than one follow-up; a turn has at most one")
         self._validate_runs(refuse)
+
+    def follow_ups(self) -> dict[int, list[int]]:
+        """Return the rows that follow each row which has any."""
+        found: dict[int, list[int]] = {}
+        for row in np.flatnonzero(self.rows["parent"] >= 0).tolist():
+            found.setdefault(int(self.rows["parent"][row]), []).append(row)
+        return found
 
     def _validate_runs(self, refuse: Callable[[NDArray[np.bool_], str], None]) -> None:
         rows, runs = self.rows, self.runs

@@ -1,6 +1,5 @@
 """Readers of public trace formats. Times begin at 0 with the first request."""
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.workload.blocks import block_runs
 from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS, Sheet
+from tailrace.workload.formats.json_text import BlockLists, lines, read_bytes
 from tailrace.workload.table import RUN, RequestTable, blank_rows
 
 Floats = NDArray[np.float64]
@@ -69,67 +69,49 @@ def burstgpt(sheet: Sheet) -> Imported:
     return Imported(table, kept, skipped=len(sheet) - kept.size)
 
 
-def mooncake(path: Path) -> Imported:
+def mooncake(path: Path, block_tokens: int | None = None) -> Imported:
     """Mooncake: JSON lines with timestamp in ms, input_length, output_length, hash_ids.
 
-    ``hash_ids`` has one number per block of 512 prompt tokens; the last block need not be full,
-    and its number may be missing. Equal numbers from the start on mean an equal prefix.
+    ``hash_ids`` has one number per block of 512 prompt tokens, or ``block_tokens``; the last block
+    need not be full, and its number may be missing. Equal numbers from the start on mean an equal
+    prefix.
     """
+    size = block_tokens or MOONCAKE_BLOCK
+    lists = BlockLists(path, read_bytes(path))
     stamps_ms: list[float] = []
     lengths: list[tuple[int, int]] = []
-    ids: list[int] = []
-    counts: list[int] = []
-    lines: list[int] = []
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            record = _record(f"{path}, line {number}", line)
-            stamps_ms.append(record.timestamp_ms)
-            lengths.append((record.prompt, record.output))
-            ids += record.hash_ids
-            counts.append(len(record.hash_ids))
-            lines.append(number)
-    if not lines:
+    ids: list[Ints] = []
+    numbers: list[int] = []
+    for number, where, data in lines(path, lists.rest):
+        stamp_ms, prompt, output = _lengths(where, data)
+        found = lists.of(where, data)
+        full, partial = divmod(prompt, size)
+        if found.size and len(found) not in (full, full + bool(partial)):
+            raise TailraceError(
+                f"{where}, column hash_ids: {len(found)} blocks of {size} tokens do not make a "
+                f"prompt of {prompt}; --block-size sets another number of tokens"
+            )
+        stamps_ms.append(stamp_ms)
+        lengths.append((prompt, output))
+        ids.append(found)
+        numbers.append(number)
+    if not numbers:
         raise TailraceError(f"{path} is empty")
-    prompt, output = np.array(lengths, np.int64).T
-    table = _plain((np.array(stamps_ms) - stamps_ms[0]) / 1e3, prompt, output).table
-    flat = np.array(ids, np.int64)
-    runs = block_runs(table.rows, flat, np.array(counts, np.int64), MOONCAKE_BLOCK)
-    return Imported(RequestTable(table.rows, runs), np.array(lines))
+    prompts, outputs = np.array(lengths, np.int64).T
+    table = _plain((np.array(stamps_ms) - stamps_ms[0]) / 1e3, prompts, outputs).table
+    counts = np.array([len(one) for one in ids], np.int64)
+    runs = block_runs(table.rows, np.concatenate(ids), counts, size)
+    return Imported(RequestTable(table.rows, runs), np.array(numbers))
 
 
-class _Record(NamedTuple):
-    timestamp_ms: float
-    prompt: int
-    output: int
-    hash_ids: list[int]
-
-
-def _record(where: str, line: str) -> _Record:
-    """Check one line of a Mooncake file."""
-    try:
-        data = json.loads(line)
-    except ValueError as error:
-        raise TailraceError(f"{where}: not JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise TailraceError(f"{where}: must be a JSON object")
+def _lengths(where: str, data: dict[str, Any]) -> tuple[float, int, int]:
+    """Check one line of a Mooncake file; return time (ms), prompt and output tokens."""
     for key in ("input_length", "output_length", "timestamp"):
         if key not in data:
             raise TailraceError(f"{where}, column {key}: is missing")
     prompt = int(checked_number(where, data, "input_length", 1, MAX_TOKENS, whole=True))
     output = int(checked_number(where, data, "output_length", 1, MAX_TOKENS, whole=True))
-    stamp_ms = checked_number(where, data, "timestamp", 0, MAX_TIME_S * 1e3)
-    ids = data.get("hash_ids") or []
-    if not isinstance(ids, list) or not all(type(i) is int and abs(i) < 2**63 for i in ids):
-        raise TailraceError(f"{where}, column hash_ids: must be a list of whole numbers")
-    full, partial = divmod(prompt, MOONCAKE_BLOCK)
-    if ids and len(ids) not in (full, full + bool(partial)):
-        raise TailraceError(
-            f"{where}, column hash_ids: {len(ids)} blocks of {MOONCAKE_BLOCK} tokens do not make "
-            f"a prompt of {prompt}"
-        )
-    return _Record(stamp_ms, prompt, output, ids)
+    return checked_number(where, data, "timestamp", 0, MAX_TIME_S * 1e3), prompt, output
 
 
 def checked_number(

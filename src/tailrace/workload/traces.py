@@ -16,6 +16,8 @@ from tailrace.errors import TailraceError, unknown_name
 from tailrace.workload import decision_log, request_file, trace_formats
 from tailrace.workload.columns import Sheet, header_of, read_parquet, read_text
 from tailrace.workload.draft import reorder
+from tailrace.workload.formats import access_log, session_lines, weka
+from tailrace.workload.formats.json_text import head
 from tailrace.workload.table import DEFAULT_TTFT_SLO_S, RequestTable, RowError
 from tailrace.workload.trace_formats import Imported
 
@@ -29,8 +31,9 @@ _CSV_READERS: dict[str, tuple[Callable[[Sheet], Imported], tuple[str, ...]]] = {
     "burstgpt": (trace_formats.burstgpt, ("Timestamp", "Request tokens", "Response tokens")),
     "csv": (request_file.parse, request_file.REQUIRED),
 }
-FORMATS = (*_CSV_READERS, "mooncake", "parquet", "decisions")
-_MAY_BE_UNSORTED = ("vidur",)
+FORMATS = (*(*_CSV_READERS, "mooncake", "sessions", "weka", "access_log", "parquet", "decisions"),)
+#: Session lines stand session by session.
+_MAY_BE_UNSORTED = ("vidur", "sessions")
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,19 @@ class Trace:
     has_slos: bool
 
 
-def read(path: Path | str, format: str = AUTO, *, sort: bool = False) -> Trace:  # noqa: A002
-    """Read a file of requests; a TailraceError names file, line and column of the first mistake."""
+def read(
+    path: Path | str,
+    format: str = AUTO,  # noqa: A002
+    *,
+    sort: bool = False,
+    block_tokens: int | None = None,
+    session_gap_s: float | None = None,
+) -> Trace:
+    """Read a file of requests; a TailraceError names file, line and column of the first mistake.
+
+    ``block_tokens``: tokens per block id of mooncake and sessions, if the file does not say it.
+    ``session_gap_s``: time between the starts of sessions whose trace does not say when they began.
+    """
     path = Path(path)
     if format not in (AUTO, *FORMATS):
         raise unknown_name("trace format", format, [AUTO, *FORMATS])
@@ -60,7 +74,13 @@ def read(path: Path | str, format: str = AUTO, *, sort: bool = False) -> Trace: 
         found = detect(path) if format == AUTO else format
         sheet: Sheet | None = None
         if found == "mooncake":
-            imported = trace_formats.mooncake(path)
+            imported = trace_formats.mooncake(path, block_tokens)
+        elif found == "sessions":
+            imported = session_lines.read(path, block_tokens, session_gap_s)
+        elif found == "weka":
+            imported = weka.read(path, session_gap_s)
+        elif found == "access_log":
+            imported = access_log.read(path)
         elif found == "decisions":
             imported = decision_log.read(path)
         elif found == "parquet":
@@ -92,17 +112,19 @@ def write(
 
 
 def detect(path: Path) -> str:
-    """Return the format of a file, or of a folder of decision logs, from its content."""
+    """Return the format of a file, or of a folder of logs or sessions, from its content."""
     if decision_log.files(path):
         return "decisions"
+    if path.is_dir() and weka.files(path):
+        return "weka"
     with path.open("rb") as file:
-        start = file.read(4096)
-    if decision_log.is_log(start):
-        return "decisions"
+        if decision_log.is_log(file.read(4096)):
+            return "decisions"
+    start = head(path)
     if start.startswith(b"PAR1"):
         return "parquet"
     if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-        return "mooncake"
+        return _detect_json(start)
     header = header_of(path)
     for name, (_, columns) in _CSV_READERS.items():
         if all(column in header for column in columns):
@@ -111,6 +133,17 @@ def detect(path: Path) -> str:
         f"{path} has the columns {', '.join(header)[:200]}; known formats: "
         + "; ".join(f"{name} ({', '.join(columns)})" for name, (_, columns) in _CSV_READERS.items())
     )
+
+
+def _detect_json(start: bytes) -> str:
+    """Return the format of a JSON file that begins like this."""
+    if weka.is_session(start):
+        return "weka"
+    if b'"input_length"' in start and b'"session_id"' in start:
+        return "sessions"
+    if b'"input_length"' not in start and access_log.is_log(start):
+        return "access_log"
+    return "mooncake"
 
 
 def _in_order(

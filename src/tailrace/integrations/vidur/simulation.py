@@ -78,8 +78,7 @@ class TableSimulator(Simulator, RouterWatcher):  # type: ignore[misc]
         """Vidur's requests [R]; None before a follow-up is known."""
         self.replica_of = np.full(len(table), -1, np.int64)
         self._due: list[tuple[float, int]] = []
-        parents = table.rows["parent"]
-        self._child = {int(p): c for c, p in enumerate(parents) if p >= 0}
+        self._follow_ups = table.follow_ups()
         super().__init__(settings)
         # Vidur's main branch would write its output when Python ends, and keep the simulator alive.
         atexit.unregister(self._write_output)
@@ -115,9 +114,8 @@ class TableSimulator(Simulator, RouterWatcher):  # type: ignore[misc]
         self.replica_of[int(view.request["id"])] = replica
 
     def finished(self, number: int, now: float) -> None:
-        """Let its follow-up come."""
-        child = self._child.get(number)
-        if child is not None:
+        """Let its follow-ups come."""
+        for child in self._follow_ups.get(number, ()):
             self._due.append((now + float(self.table.rows["think_s"][child]), child))
 
     # ---- the run --------------------------------------------------------------------------------

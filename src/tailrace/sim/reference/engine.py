@@ -105,11 +105,7 @@ class ReferenceRun:
         self.decisions = 0
         self._events = list(setup.events)
         self._arrivals = self._first_arrivals()
-        self._child = {
-            int(parent): child
-            for child, parent in enumerate(self.table.rows["parent"])
-            if parent >= 0
-        }
+        self._follow_ups = self.table.follow_ups()
         self._held_back: list[int] = []
 
     def run(self) -> SimResult:
@@ -216,13 +212,12 @@ class ReferenceRun:
         self.dispatcher.batch_ended(server, batch, now)
 
     def _settle(self, request: Request, status: int, now: float) -> None:
-        """Settle a request, finished or failed; its follow-up arrives after the think time."""
+        """Settle a request, finished or failed; its follow-ups arrive after their think times."""
         result = self.results[request.id]
         result["status"] = status
         result["finished_s"] = now
         result["restarts"] += request.restarts
-        child = self._child.get(request.id)
-        if child is not None:
+        for child in self._follow_ups.get(request.id, ()):
             think_s = float(self.table.rows["think_s"][child])
             heapq.heappush(self._arrivals, (now + think_s, child))
 

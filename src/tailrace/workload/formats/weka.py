@@ -231,8 +231,9 @@ def _ids(where: str, entry: Any, lists: BlockLists) -> Ints:
 def _shift_s(entry: dict[str, Any], at_s: float) -> float:
     """Return what to add to a sub-agent's times: some traces count them from its own start."""
     inner = entry.get("requests")
-    has = isinstance(inner, list) and bool(inner) and isinstance(inner[0], dict)
-    first = inner[0].get("t") if has else None
+    if not isinstance(inner, list) or not inner or not isinstance(inner[0], dict):
+        return 0.0
+    first = inner[0].get("t")
     counts_anew = isinstance(first, int | float) and first < at_s - _ROUNDING_S
     return at_s if counts_anew else 0.0
 

@@ -23,7 +23,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate parity report clean
+.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate routers parity report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -95,6 +95,13 @@ evaluate: $(STAMP) ## the trained policy on both suites against all opponents (u
 	$(BIN)/tailrace evaluate --suite standard --requests 10000 -o $(EVALUATION)/standard --write-shipped
 	$(BIN)/tailrace evaluate --suite holdout --requests 10000 --seeds 10 --against rules --against learned -o $(EVALUATION)/holdout --write-shipped
 	for suite in standard holdout; do cp $(EVALUATION)/$$suite/results.json docs/results/$$suite.json; done
+	$(BIN)/python docs/headline.py
+
+routers: $(STAMP) ## today's rules of other routers on the suite standard, for picture and table of README (ten minutes)
+	$(BIN)/tailrace evaluate --suite standard --requests 10000 --seeds 20 --selection-seeds 2 -p tailrace \
+	  $(foreach name,round_robin least_outstanding sglang_cache_aware smg_cache_aware llm_d load_aware tolerant_sticky:tuned,--against $(name)) \
+	  -o $(EVALUATION)/routers
+	cp $(EVALUATION)/routers/results.json docs/results/routers.json
 	$(BIN)/python docs/headline.py
 
 $(VIDUR)/.installed: pyproject.toml constraints.txt

@@ -25,12 +25,14 @@ import orjson
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ROOT / ".venv-peers"
+#: Peers by name, and their packages there.
+PEER_PACKAGES = {"sglang-router": "sglang_router", "smg": "smg", "vllm-router": "vllm_router"}
 HOST = "127.0.0.1"
 BACKENDS = 4
 START_S = 90.0
 CHUNKS_PER_S = 20.0
 #: Version of each peer that the published figures are of.
-PEER_VERSIONS = {"sglang-router": "0.3.2", "vllm-router": "0.1.16"}
+PEER_VERSIONS = {"sglang-router": "0.3.2", "smg": "1.13.0", "vllm-router": "0.1.16"}
 
 _METRICS = b"""vllm:num_requests_running{engine="0",model_name="m"} 2.0
 vllm:num_requests_waiting{engine="0",model_name="m"} 0.0
@@ -225,32 +227,37 @@ class Rig:
 
     def start_peers(self) -> list[Contender]:
         """Start the peers that are installed, each with its own defaults."""
-        found = []
-        for name, package in (
-            ("sglang-router", "sglang_router"), ("smg", "smg"), ("vllm-router", "vllm_router"),
-        ):  # fmt: skip
-            if not any(PEERS.glob(f"lib/python*/site-packages/{package}")):
-                self.notes.append(f"{name} is not installed in {PEERS.name}: left out")
-                continue
-            port, prometheus = free_ports(2)
-            command: list[str | Path] = [
-                PEERS / "bin" / "python", "-m", f"{package}.launch_router",
-                "--host", HOST, "--port", str(port), "--prometheus-port", str(prometheus),
-                "--log-level", "error", "--worker-urls", *self.backends,
-            ]  # fmt: skip
-            process = self.start(name, command)
-            if self.wait(port, process, name, must=False):
-                found.append(Contender(name, port, [process.pid]))
+        return [c for name in (*PEER_PACKAGES, "nginx") if (c := self.start_peer(name)) is not None]
+
+    def start_peer(self, name: str) -> Contender | None:
+        """Start a peer; None: it is not installed or does not start, and a note says so."""
+        if name.startswith("nginx"):
+            return self._start_nginx(name)
+        package = PEER_PACKAGES[name]
+        if not any(PEERS.glob(f"lib/python*/site-packages/{package}")):
+            self.notes.append(f"{name} is not installed in {PEERS.name}: left out")
+            return None
+        port, prometheus = free_ports(2)
+        command: list[str | Path] = [
+            PEERS / "bin" / "python", "-m", f"{package}.launch_router",
+            "--host", HOST, "--port", str(port), "--prometheus-port", str(prometheus),
+            "--log-level", "error", "--worker-urls", *self.backends,
+        ]  # fmt: skip
+        process = self.start(name, command)
+        if not self.wait(port, process, name, must=False):
+            return None
+        return Contender(name, port, [process.pid])
+
+    def _start_nginx(self, name: str) -> Contender | None:
+        """Start nginx; ``nginx METHOD`` balances by one of its methods, such as least_conn."""
         nginx = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
         if nginx is None:
             self.notes.append("nginx is not installed: left out")
-        else:
-            found.append(self._start_nginx(nginx))
-        return found
-
-    def _start_nginx(self, nginx: str) -> Contender:
+            return None
+        method = name.partition(" ")[2]
         (port,) = free_ports(1)
-        servers = "".join(f"server {url.removeprefix('http://')};" for url in self.backends)
+        servers = f"{method};" if method else ""
+        servers += "".join(f"server {url.removeprefix('http://')};" for url in self.backends)
         config = self.folder / "nginx.conf"
         config.write_text(
             f"daemon off; worker_processes 1; pid {self.folder}/nginx.pid; error_log stderr error;"
@@ -264,10 +271,9 @@ class Rig:
             "proxy_pass http://backends; proxy_http_version 1.1; "
             'proxy_set_header Connection ""; } } }'
         )
-        process = self.start("nginx", [nginx, "-c", config, "-p", self.folder])
-        self.wait(port, process, "nginx", "/v1/models")
-        pids = [process.pid, *children_of(process.pid)]
-        return Contender("nginx", port, pids)
+        process = self.start(name, [nginx, "-c", config, "-p", self.folder])
+        self.wait(port, process, name, "/v1/models")
+        return Contender(name, port, [process.pid, *children_of(process.pid)])
 
     def wait(
         self, port: int, process: subprocess.Popen[bytes], name: str, path: str = "/health",

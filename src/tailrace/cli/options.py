@@ -66,15 +66,8 @@ _BASIC = frozenset(
 _HELP_ALL = "help_all"
 
 
-class _Seed(click.IntRange):
-    """A seed; the help page does not give its range."""
-
-    def _describe_range(self) -> str:
-        return ""
-
-
 #: What a seed may be, everywhere; the largest is tailrace.seeds.MAX_SEED.
-SEED = _Seed(0, 2**63 - 1)
+SEED = click.IntRange(0, 2**63 - 1)
 
 #: Fields whose option is not simply called like the field.
 _NAMES = {("workload", "name"): "workload", ("replica", "count"): "replicas"}

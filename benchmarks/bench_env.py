@@ -71,7 +71,8 @@ def measure(quick: bool) -> dict[str, Any]:
     """Everything, as plain data."""
     steps = 400 if quick else 2000
     report: dict[str, Any] = {"machine": machine(), "seed": SEED, "clusters": CLUSTERS}
-    vector_rates(REFERENCE, 2, 5)  # compile
+    for scenario in (REFERENCE, load("uniform-chat-80")):  # without and with prefix caches
+        vector_rates(scenario, 2, 5)  # compile
     say("measuring the vector environment …")
     reference = [vector_rates(REFERENCE, CLUSTERS, steps) for _ in range(3)]
     report["decisions_per_s"] = max(rates["decisions_per_s"] for rates in reference)

@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 MOST_BLOCKS, LEAST_BLOCK = 20, 10
 #: Draws for means, and for percentiles, which have to be found anew in each.
 DRAWS, PERCENTILE_DRAWS = 2000, 200
-#: One request in so many is left out of the calibration, to test it.
+#: One request in this many is left out of the calibration, to test it.
 HELD_OUT = 4
 #: What is measured of every request, in this order.
 MEASURES = ("ttft_s", "e2e_s", "missed", "cost_s")
@@ -153,7 +153,7 @@ class ServerModel:
 
 
 def held_out(requests: int) -> NDArray[np.bool_]:
-    """Return which of so many requests [R] test the calibration: one in four, at random.
+    """Return which requests [R] are left out of the calibration to test it: one in four, at random.
 
     Their load is simulated with that of the others; only their latencies are not looked at.
     """
@@ -308,7 +308,7 @@ class Blocks:
 
     @classmethod
     def of(cls, requests: int) -> "Blocks":
-        """Divide so many requests."""
+        """Divide a number of requests into blocks."""
         count = min(MOST_BLOCKS, requests // LEAST_BLOCK)
         block = np.arange(requests) * count // requests
         even = np.full(count, 1 / count)

@@ -10,7 +10,7 @@ import pytest
 
 from router.conftest import World, post, run, world
 from tailrace.router.intake.request_body import BadRequest
-from tailrace.router.proxy import dispatcher
+from tailrace.router.proxy import dispatcher, large_bodies
 from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES, SHORT_BYTES
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -260,6 +260,28 @@ def test_clients_take_turns_in_having_their_bodies_read(
                 assert (await asked[number].answer()).status == 200
             order = [bodies.index(seen.body) for seen in w.backends[0].seen]
             assert order == [0, 1, 4, 5, 3]  # the first was begun before the others came
+            w.assert_quiet()
+
+    run(test())
+
+
+def test_a_failure_of_the_reader_frees_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For instance when the system has no more memory."""
+    monkeypatch.setenv("KEY_A", "secret-a")
+    large = orjson.dumps({"model": "m", "prompt": [7] * 100_000})
+
+    def no_memory(*_: object) -> None:
+        raise OSError("no memory")
+
+    async def test() -> None:
+        clients = [{"name": "a", "key_env": "KEY_A", "concurrent": 1}]
+        async with world(1, clients=clients) as w:
+            monkeypatch.setattr(large_bodies, "read_large", no_memory)
+            for _ in range(3):
+                assert (await w.ask(key_a(large))).status == 500
+            monkeypatch.undo()
+            assert w.router.keyring.clients[0].account.active == 0
+            assert w.router.held.used == 0
             w.assert_quiet()
 
     run(test())

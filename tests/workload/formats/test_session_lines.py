@@ -1,5 +1,6 @@
 """Session traces as JSON lines: delays, times, block sizes."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from tailrace.errors import TailraceError
 from tailrace.workload import traces
+from tailrace.workload.formats import json_text
 from tailrace.workload.prefix import repeated_tokens
 
 
@@ -99,3 +101,20 @@ def test_mooncake_with_other_blocks(tmp_path: Path) -> None:
     with pytest.raises(TailraceError, match=r"2 blocks of 512 tokens do not make.*--block-size"):
         traces.read(path)
     assert traces.read(path, block_tokens=64).table.rows["run_count"].tolist() == [1]
+
+
+def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, *SESSIONS)
+    path.write_text(path.read_text() + '{"session_id": ' + "[" * 100_000 + "\n")
+    with pytest.raises(TailraceError, match=r"line \d+: (nested too deeply|not JSON)"):
+        traces.read(path, format="sessions")
+
+
+def test_a_small_file_that_unpacks_to_a_large_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_text, "MOST_UNPACKED", 10_000)
+    path = tmp_path / "sessions.jsonl.gz"
+    path.write_bytes(gzip.compress(json.dumps(SESSIONS[0]).encode() + b"\n" * 1_000_000))
+    with pytest.raises(TailraceError, match="more than 10000 bytes unpacked; split it"):
+        traces.read(path, format="sessions")

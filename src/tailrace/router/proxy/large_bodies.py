@@ -119,7 +119,14 @@ class BodyReading:
             return
         request = self._request
         try:
-            self._work = self._begin(future.result())
+            body = future.result()
+        except Exception:  # no memory, for instance
+            request.drop_body()
+            self._give_up()
+            request.client.failed(request.head)
+            return
+        try:
+            self._work = self._begin(body)
         except Exception:
             request.client.failed(request.head)
 

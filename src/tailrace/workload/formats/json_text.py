@@ -19,7 +19,9 @@ Ints = NDArray[np.int64]
 
 _KEY = b'"hash_ids"'
 _GZIP = b"\x1f\x8b"
-#: Bytes of a file by which its format is told.
+#: Most bytes of a gzip file once it is unpacked: a small one can stand for any number.
+MOST_UNPACKED = 4 * 2**30
+#: Bytes of a file that are read to recognise its format.
 _HEAD = 1 << 16
 
 
@@ -78,13 +80,18 @@ class BlockLists:
 
 def read_bytes(path: Path) -> bytes:
     """Return the content of a file, unpacked if it is gzip."""
-    content = path.read_bytes()
-    if not content.startswith(_GZIP):
-        return content
+    with path.open("rb") as file:
+        if file.read(len(_GZIP)) != _GZIP:
+            file.seek(0)
+            return file.read()
     try:
-        return gzip.decompress(content)
+        with gzip.open(path) as file:
+            content = file.read(MOST_UNPACKED + 1)
     except (OSError, EOFError, zlib.error) as error:
         raise TailraceError(f"{path} is not a whole gzip file: {error}") from None
+    if len(content) > MOST_UNPACKED:
+        raise TailraceError(f"{path} has more than {MOST_UNPACKED} bytes unpacked; split it")
+    return content
 
 
 def head(path: Path) -> bytes:
@@ -115,6 +122,8 @@ def parse(where: str, text: bytes) -> dict[str, Any]:
         raise TailraceError(f"{where} is not text (UTF-8)") from None
     except ValueError as error:
         raise TailraceError(f"{where}: not JSON ({error})") from None
+    except RecursionError:
+        raise TailraceError(f"{where}: nested too deeply") from None
     if not isinstance(data, dict):
         raise TailraceError(f"{where}: must be a JSON object")
     return data

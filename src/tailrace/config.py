@@ -74,6 +74,8 @@ class Replica(Settings):
     """Cost model of its own instead of the preset's."""
     speed: SpeedFactor = 1.0
     """Relative speed: iteration times are divided by it."""
+    assumed_speed: SpeedFactor | None = None
+    """Speed that the router assumes; default: the true one. Look-aheads know the true one."""
     scheduler: SchedulerName = "vllm_v1"
     """How the server forms batches."""
     num_blocks: int | None = Field(default=None, ge=1, le=2**26)
@@ -184,6 +186,12 @@ class Workload(Settings):
     """Coefficient of variation of gaps (gamma arrivals, and inside mmpp states)."""
     time_scale: float = Field(default=1.0, ge=1e-6, le=1e6, allow_inf_nan=False)
     """Stretch of a trace's arrival times: 0.5 plays it twice as fast."""
+    prompt_scale: float = Field(default=1.0, ge=1e-3, le=1e3, allow_inf_nan=False)
+    """Multiple of all prompt lengths; shared prefixes stay shared."""
+    think_scale: float = Field(default=1.0, ge=1e-3, le=1e3, allow_inf_nan=False)
+    """Multiple of the pauses between the requests of a session."""
+    session_ids: bool = True
+    """Whether requests say which session they belong to; they follow each other either way."""
     ttft_slo_s: Positive = 1.0
     """Target for the time to first token."""
     tpot_slo_s: Positive = 0.05

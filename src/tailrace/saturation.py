@@ -25,6 +25,8 @@ SESSION_REQUESTS_PER_REPLICA = 6000
 MIN_REQUESTS, MAX_REQUESTS = 4000, 200_000
 #: The reference engine is a hundred times slower: it measures roughly rather than for minutes.
 REFERENCE_REQUESTS, REFERENCE_ROUNDS = 400, 3
+#: A rough measurement, for training on many kinds of traffic.
+ROUGH_REQUESTS, ROUGH_ROUNDS = 4000, 4
 FIRST_GUESS_RPS_PER_REPLICA = 5.0
 #: The measurement plays traffic this much faster than it was made. Not much more, or on mixed
 #: replicas the fast ones run dry before 80 % of the requests are done.
@@ -63,7 +65,7 @@ def with_capacity(scenario: Scenario) -> Scenario:
     return scenario.model_copy(update={"capacity_rps": capacity_rps(scenario)})
 
 
-def saturation_rps(scenario: Scenario, seed: int | None = None) -> float:
+def saturation_rps(scenario: Scenario, seed: int | None = None, *, rough: bool = False) -> float:
     """Return the throughput of a scenario's cluster under overload, in requests/s.
 
     Measured with ``load_aware`` on a tuning seed, without events, between 20 % and 80 % of the
@@ -71,13 +73,19 @@ def saturation_rps(scenario: Scenario, seed: int | None = None) -> float:
     waiting for their parents, so that between two turns of a session lie as many other requests as
     there would be at that rate: cache reuse depends on it. The rate is replaced by the throughput
     it gave, damped from the third round on, until the two agree. On the reference engine there are
-    at most REFERENCE_REQUESTS requests and REFERENCE_ROUNDS rounds.
+    at most REFERENCE_REQUESTS requests and REFERENCE_ROUNDS rounds; ``rough`` measurements have
+    limits of their own.
     """
     seed = seeds(Purpose.TUNING, 1)[0] if seed is None else require(seed, Purpose.TUNING)
     rate = FIRST_GUESS_RPS_PER_REPLICA * scenario.cluster.size
-    measured = _measurement(scenario, rate, seed)
+    most, rounds = MAX_REQUESTS, MAX_ROUNDS
+    if rough:
+        most, rounds = ROUGH_REQUESTS, ROUGH_ROUNDS
+    if _is_slow(scenario):
+        most, rounds = REFERENCE_REQUESTS, REFERENCE_ROUNDS
+    measured = _measurement(scenario, rate, seed, most)
     throughput = rate
-    for round_number in range(REFERENCE_ROUNDS if _is_slow(scenario) else MAX_ROUNDS):
+    for round_number in range(rounds):
         throughput = _throughput_rps(measured, rate, seed)
         if abs(throughput - rate) <= TOLERANCE * rate:
             break
@@ -85,13 +93,14 @@ def saturation_rps(scenario: Scenario, seed: int | None = None) -> float:
     return throughput
 
 
-def _measurement(scenario: Scenario, rate: float, seed: int) -> Scenario:
-    """Return the scenario to measure: steady arrivals, no events, as many requests as it takes."""
+def _measurement(scenario: Scenario, rate: float, seed: int, most: int) -> Scenario:
+    """Return the scenario to measure: steady arrivals, no events, as many requests as it takes.
+
+    ``most`` limits their number.
+    """
 
     def with_requests(per_replica: int) -> Scenario:
-        count = min(max(per_replica * scenario.cluster.size, MIN_REQUESTS), MAX_REQUESTS)
-        if _is_slow(scenario):
-            count = min(count, REFERENCE_REQUESTS)
+        count = min(max(per_replica * scenario.cluster.size, MIN_REQUESTS), most)
         steady = scenario.with_workload(requests=count, arrivals="poisson")
         return steady.model_copy(update={"events": ()})
 

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from tailrace.config import Scenario
-from tailrace.learn.randomisation import Distribution, RandomisationSettings
+from tailrace.learn.randomisation import Distribution, RandomisationSettings, variants
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim.build import why_not_compiled
+from tailrace.workload import library
 
 CAPACITIES = {"chat": 8.0, "sessions-hot": 6.0, "code-completion": 20.0}
 SEEDS = seeds(Purpose.TRAINING, 2000)
@@ -150,3 +151,57 @@ def test_capacities_are_measured_for_the_workloads_that_are_drawn():
     ((name, capacity),) = measured.capacities
     assert name == "chat"
     assert 1 < capacity < 100
+
+
+WIDE = {
+    "workloads": {"chat": 1.0, "doc-qa": 1.0, "coding-agents": 2.0},
+    "variants": 40,
+    "prompt_scale": (0.1, 2.0),
+    "think_scale": (0.3, 6.0),
+    "kv_tokens": (2e5, 4e6),
+    "chunk_size": (512, 8192),
+    "anonymous": 0.3,
+}
+
+
+def test_variants_hold_every_workload_by_its_weight_and_stay_within_bounds():
+    found = [variant for variant, _ in variants(RandomisationSettings(**WIDE))]
+    names = [variant.workload.name for variant in found]
+    assert [names.count(name) for name in WIDE["workloads"]] == [10, 10, 20]
+    assert len({variant.name for variant in found}) == 40
+    assert 4 <= sum(not variant.workload.session_ids for variant in found) <= 20
+    for variant in found:
+        assert 0.1 <= variant.workload.prompt_scale <= 2.0
+        assert 0.3 <= variant.workload.think_scale <= 6.0
+        assert variant.replica.chunk_size in (512, 1024, 2048, 4096, 8192)
+        kv_tokens = variant.replica.num_blocks * variant.replica.block_size
+        longest = library.max_tokens(variant.workload.name, variant.workload.prompt_scale)
+        assert max(2e5, 2 * longest) <= kv_tokens
+    assert len({variant.replica.chunk_size for variant in found}) == 5
+
+
+def test_worlds_of_variants_play_their_traffic_on_their_servers():
+    settings = RandomisationSettings(**WIDE, speed_error=0.3)
+    capacities = tuple((variant.name, 1.0) for variant, _ in variants(settings))
+    made = Distribution(settings, capacities)
+    by_scale = {v.workload.prompt_scale: v for v, _ in made.variants}
+    for seed in SEEDS[:100]:
+        scenario = made(seed)
+        assert Scenario.model_validate(scenario.model_dump()) == scenario
+        variant = by_scale[scenario.workload.prompt_scale]
+        for replica in scenario.cluster.replicas:
+            assert replica.num_blocks == variant.replica.num_blocks
+            assert 1 / 1.301 <= replica.assumed_speed / replica.speed <= 1.301
+    assert pickle.loads(pickle.dumps(made))(SEEDS[0]) == made(SEEDS[0])
+
+
+def test_a_rough_capacity_is_measured_of_every_variant():
+    settings = RandomisationSettings(workloads={"chat": 1.0}, variants=2, prompt_scale=(0.1, 1.0))
+    (_, first), (_, second) = Distribution.measured(settings).capacities
+    scales = [variant.workload.prompt_scale for variant, _ in variants(settings)]
+    assert (first > second) == (scales[0] < scales[1])
+
+
+def test_ranges_that_need_variants_say_so():
+    with pytest.raises(ValueError, match="need variants"):
+        RandomisationSettings(prompt_scale=(0.5, 2.0))

@@ -8,7 +8,7 @@ from policy.networks import random_tensors, small
 from tailrace.config import Event, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import composite_cost_s
-from tailrace.learn import kernels
+from tailrace.learn import kernels, worlds
 from tailrace.learn.samples import Samples
 from tailrace.learn.worlds import (
     BranchTask,
@@ -64,6 +64,7 @@ def branch_task(variant="plain", **changes) -> BranchTask:
         horizon=1.0,
         min_horizon_s=1.0,
         max_horizon_s=4.0,
+        return_share=0.0,
         logit_margin=2.0,
     )
     return replace(task, **changes)
@@ -361,3 +362,14 @@ def test_a_smaller_late_share_charges_lateness_sooner():
     tried = costs[1.0] != 0
     assert tried.any()
     assert (costs[0.05][tried] > costs[1.0][tried]).all()
+
+
+def test_the_horizon_covers_when_sessions_return():
+    """A horizon of a second sees nothing of a session that pauses for ten."""
+    pauses = np.array([2.0, 4.0, 8.0, 100.0])
+    task = branch_task(horizon=1e-3, min_horizon_s=1.0, max_horizon_s=50.0)
+    stay_s = task.world.residence_time_s()
+    assert worlds._horizon_s(task, pauses) == 1.0
+    assert worlds._horizon_s(replace(task, return_share=0.5), pauses) == stay_s + 6.0
+    assert worlds._horizon_s(replace(task, return_share=1.0), pauses) == 50.0
+    assert worlds._horizon_s(replace(task, return_share=1.0), pauses[:0]) == 1.0

@@ -5,6 +5,7 @@ import pytest
 
 from tailrace.config import Cluster, Engine, Replica, RouterSettings
 from tailrace.sim.build import build_fleet, build_tables
+from tailrace.sim.simulator import simulate
 from tailrace.view.records import NEVER
 from tailrace.view.replicas import idle_views, is_caching, is_chunked, replica_costs, token_budget
 from tailrace.workload.library import make
@@ -53,3 +54,30 @@ def test_the_compiled_engine_starts_from_idle_views() -> None:
     fleet = build_fleet(cluster, [table], tables, router, Engine(), [0])
     np.testing.assert_array_equal(fleet.replicas_view[0], idle_views(replicas))
     np.testing.assert_array_equal(fleet.costs[0], replica_costs(replicas))
+
+
+def test_the_router_assumes_another_speed_than_the_server_has() -> None:
+    """Simulated times do not change with what the router assumes; what it chooses may."""
+    right, wrong = Replica(speed=2.0), Replica(speed=2.0, assumed_speed=1.0)
+    views = idle_views([right, wrong])
+    assert views["speed"].tolist() == [2.0, 1.0]
+    assert views["prefill_tokens_per_s"][0] == pytest.approx(2 * views["prefill_tokens_per_s"][1])
+    table = make("chat", 200, 4.0, 1)
+    for engine in ("compiled", "reference"):
+        ends = [
+            simulate(
+                Cluster(replicas=(replica,)), table, "round_robin", engine=Engine(engine=engine)
+            ).requests["finished_s"]
+            for replica in (right, wrong)
+        ]
+        assert np.array_equal(*ends)
+    routed = [
+        simulate(
+            Cluster(replicas=(Replica(), wrong)),
+            table,
+            "least_predicted_ttft",
+            engine=Engine(engine=engine),
+        ).requests["replica"]
+        for engine in ("compiled", "reference")
+    ]
+    assert np.array_equal(*routed)

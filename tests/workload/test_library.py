@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
+from tailrace import config
 from tailrace.errors import TailraceError
 from tailrace.workload import library
 from tailrace.workload.stats import gap_cv, index_of_dispersion
@@ -334,3 +335,39 @@ def test_every_workload_is_described(name: str) -> None:
     assert spec.source
     assert spec.default_rate_rps > 0
     assert f"| `{name}` |" in (Path(__file__).parents[2] / "docs" / "workloads.md").read_text()
+
+
+@pytest.mark.parametrize("name", library.names())
+def test_no_request_is_longer_than_its_workload_allows(name: str) -> None:
+    for scale in (0.1, 1.0, 3.0):
+        rows = library.make(name, 3000, None, 5, prompt_scale=scale).rows
+        longest = (rows["prompt_tokens"] + rows["output_tokens"]).max()
+        assert longest <= library.max_tokens(name, scale)
+
+
+def test_longer_pauses_leave_the_rate_and_the_turns_alone() -> None:
+    plain, slow = (library.make("sessions-hot", 20_000, 8.0, 3, think_scale=s) for s in (1.0, 5.0))
+    later = plain.rows["turn"] > 0, slow.rows["turn"] > 0
+    means = [t.rows["think_s"][on].mean() for t, on in zip((plain, slow), later, strict=True)]
+    assert means[1] / means[0] == pytest.approx(5.0, rel=0.1)
+    assert later[1].mean() == pytest.approx(later[0].mean(), abs=0.03)
+    assert slow.rows["arrival_s"].max() == pytest.approx(20_000 / 8.0, rel=0.1)
+
+
+def test_requests_without_session_ids_still_follow_each_other() -> None:
+    settings = config.Workload(name="sessions-hot", requests=2000, session_ids=False)
+    rows = library.from_settings(settings, 8.0, 3).rows
+    assert (rows["session"] == -1).all()
+    assert (rows["turn"] == 0).all()
+    assert (rows["parent"] >= 0).any()
+
+
+def test_coding_agents_are_as_long_as_recordings_of_them() -> None:
+    """Recordings have a median of 100 000 tokens, a 99th percentile of 500 000, pauses of 10 s."""
+    rows = library.make("coding-agents", 20_000, 4.0, 7).rows
+    median, high = np.percentile(rows["prompt_tokens"], [50, 99])
+    assert 70_000 < median < 130_000
+    assert 400_000 < high <= 500_000
+    pauses = np.percentile(rows["think_s"][rows["turn"] > 0], [50, 75, 90])
+    assert pauses == pytest.approx([10, 33, 110], rel=0.3)
+    assert np.median(rows["output_tokens"]) == pytest.approx(216, rel=0.3)

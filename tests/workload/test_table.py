@@ -7,7 +7,7 @@ import pytest
 
 from tailrace.errors import TailraceError
 from tailrace.workload.draft import Draft, finish, merge, reorder, retime
-from tailrace.workload.table import RequestTable, RowError
+from tailrace.workload.table import RequestTable, RowError, scale_prompts
 from workload import naive
 
 
@@ -96,3 +96,22 @@ def test_retime_moves_beginnings_and_keeps_distances() -> None:
     assert got.rows["parent"].tolist() == [-1, 0, -1]
     assert got.rows["prompt_tokens"].tolist() == [5, 7, 6]
     assert [naive.runs_of(got, row) for row in range(3)] == [[(1, 5)], [(1, 7)], [(2, 6)]]
+
+
+def test_scaled_prompts_share_what_they_shared() -> None:
+    """The common prefix of two prompts scales with them; answers keep their lengths."""
+    runs = [[(0, 100), (1, 40)], [(0, 100), (1, 90)], [(0, 30), (2, 7)], []]
+    prompts = np.array([140, 190, 37, 55])
+    table = RequestTable.build(np.arange(4.0), prompts, np.full(4, 9), runs)
+    scaled = scale_prompts(table, 2.5)
+    scaled.validate()
+    assert scaled.rows["prompt_tokens"].tolist() == [350, 475, 93, 138]
+    assert scaled.rows["output_tokens"].tolist() == [9] * 4
+    assert scaled.runs["segment"].tolist() == table.runs["segment"].tolist()
+    assert scaled.runs["tokens"].tolist() == [250, 100, 250, 225, 75, 18]
+    assert scale_prompts(table, 1.0) is table
+    tiny = scale_prompts(table, 1e-3)
+    tiny.validate()
+    assert tiny.rows["prompt_tokens"].min() >= 1
+    with pytest.raises(TailraceError, match="prompt_scale = 1e"):
+        scale_prompts(table, 1e8)

@@ -1,6 +1,9 @@
 """Domain randomisation: a distribution over clusters, traffic, and what the router can know."""
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Self
 
 import numpy as np
@@ -23,11 +26,13 @@ from tailrace.config import (
 from tailrace.errors import unknown_name
 from tailrace.saturation import saturation_rps
 from tailrace.seeds import generator
+from tailrace.view.devices import num_blocks_of
 from tailrace.workload import library
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Load = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Age = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+Tokens = Annotated[int, Field(ge=16, le=2**20)]
 Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
 #: Replicas of the cluster on which the capacity of a workload is measured.
 MEASURED_REPLICAS = 4
@@ -66,12 +71,30 @@ class RandomisationSettings(Settings):
     """Lowest and highest target for the time to first token, s (log-uniform)."""
     failures: Share = 0.15
     """Share of worlds in which a replica dies and returns, or slows down for a while."""
+    variants: int = Field(default=0, ge=0, le=1000)
+    """Combinations of workload, prompt_scale, think_scale, kv_tokens, chunk_size and session_ids
+    that a run draws from; the capacity of each is measured first. 0: the workloads as they are."""
+    prompt_scale: tuple[Positive, Positive] = (1.0, 1.0)
+    """Lowest and highest multiple of prompt lengths (log-uniform)."""
+    think_scale: tuple[Positive, Positive] = (1.0, 1.0)
+    """Lowest and highest multiple of the pauses within sessions (log-uniform)."""
+    kv_tokens: tuple[Positive, Positive] | None = None
+    """Smallest and largest KV memory of a replica, tokens (log-uniform), but at least twice the
+    longest request; none: the device's."""
+    chunk_size: tuple[Tokens, Tokens] = (512, 512)
+    """Fewest and most tokens per iteration, in powers of two."""
+    anonymous: Share = 0.0
+    """Share of variants whose requests do not say which session they belong to."""
+    speed_error: Share = 0.0
+    """Largest relative error of the speed that the router assumes of a replica."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for name, (low, high) in (
             ("replicas", self.replicas), ("load", self.load), ("speeds", self.speeds),
-            ("ttft_slo_s", self.ttft_slo_s),
+            ("ttft_slo_s", self.ttft_slo_s), ("prompt_scale", self.prompt_scale),
+            ("think_scale", self.think_scale), ("kv_tokens", self.kv_tokens or (1.0, 1.0)),
+            ("chunk_size", self.chunk_size),
         ):  # fmt: skip
             if low > high:
                 raise ValueError(f"{name} = [{low:g}, {high:g}] must be two rising numbers")
@@ -89,12 +112,74 @@ class RandomisationSettings(Settings):
                 raise ValueError(f"the weight of workload {name} must not be negative")
         if not sum(self.workloads.values()) > 0:
             raise ValueError("all workloads have weight 0")
+        if not self.variants and self.varies_servers:
+            raise ValueError(
+                "prompt_scale, think_scale, kv_tokens, chunk_size and anonymous need variants: how "
+                "many combinations to draw from"
+            )
         return self
+
+    @property
+    def varies_servers(self) -> bool:
+        """Whether anything is set that only variants have."""
+        ranges = (self.prompt_scale, self.think_scale)
+        scaled = any(pair != (1.0, 1.0) for pair in ranges) or self.chunk_size != (512, 512)
+        return scaled or self.kv_tokens is not None or self.anonymous > 0
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A workload and the servers it is played on."""
+
+    name: str
+    workload: Workload
+    replica: Replica
+
+
+def variants(settings: RandomisationSettings) -> list[tuple[Variant, float]]:
+    """Return what worlds are drawn from, and how often each is drawn, relative to the others."""
+    named = [(name, weight) for name, weight in settings.workloads.items() if weight > 0]
+    if not settings.variants:
+        plain = [Variant(name, Workload(name=name), Replica()) for name, _ in named]
+        return list(zip(plain, (weight for _, weight in named), strict=True))
+    # Workloads in turn by their weights, so that a few dozen variants hold all of them.
+    shares = np.array([weight for _, weight in named]) / sum(weight for _, weight in named)
+    counts = np.zeros(len(named))
+    found = []
+    for number in range(settings.variants):
+        which = int(np.argmax(shares * (number + 1) - counts))
+        counts[which] += 1
+        found.append((_variant(settings, named[which][0], number), 1.0))
+    return found
+
+
+def _variant(s: RandomisationSettings, name: str, number: int) -> Variant:
+    """Return one combination; ``number`` is its place in the list."""
+    rng = generator(number, "variant")
+
+    def between(low: float, high: float) -> float:
+        return float(np.exp(rng.uniform(np.log(low), np.log(high))))
+
+    prompt_scale = round(between(*s.prompt_scale), 3)
+    workload = Workload(
+        name=name,
+        prompt_scale=prompt_scale,
+        think_scale=round(between(*s.think_scale), 3),
+        session_ids=rng.random() >= s.anonymous,
+    )
+    chunk = 2 ** round(float(rng.uniform(*np.log2(s.chunk_size))))
+    longest = library.max_tokens(name, prompt_scale)
+    kv_tokens = max(between(*s.kv_tokens), 2.0 * longest) if s.kv_tokens else 0.0
+    replica = Replica(chunk_size=int(np.clip(chunk, *s.chunk_size)))
+    if kv_tokens or longest > num_blocks_of(replica) * replica.block_size:
+        blocks = math.ceil(max(kv_tokens, 2.0 * longest) / replica.block_size)
+        replica = replica.model_copy(update={"num_blocks": blocks})
+    return Variant(f"{name} #{number}", workload, replica)
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """Scenarios by seed; ``capacities`` are requests/s per replica of speed 1, by workload."""
+    """Scenarios by seed; ``capacities`` are requests/s per replica of speed 1, by variant."""
 
     settings: RandomisationSettings
     capacities: tuple[tuple[str, float], ...]
@@ -103,40 +188,49 @@ class Distribution:
         """Weights of workloads are a dict, which has no hash."""
         return hash((self.settings.model_dump_json(), self.capacities))
 
+    @cached_property
+    def variants(self) -> list[tuple[Variant, float]]:
+        """What worlds are drawn from, with their weights, in the order of ``capacities``."""
+        return variants(self.settings)
+
     @classmethod
     def measured(cls, settings: RandomisationSettings) -> "Distribution":
-        """Measure what a replica can take of each workload."""
-        cluster = Cluster(replicas=(Replica(count=MEASURED_REPLICAS),))
+        """Measure what a replica can take of each variant."""
         found = []
-        for name, weight in settings.workloads.items():
-            if weight > 0:
-                scenario = Scenario(name=name, cluster=cluster, workload=Workload(name=name))
-                found.append((name, saturation_rps(scenario) / MEASURED_REPLICAS))
+        for variant, _ in variants(settings):
+            servers = variant.replica.model_copy(update={"count": MEASURED_REPLICAS})
+            scenario = Scenario(
+                name=variant.name,
+                cluster=Cluster(replicas=(servers,)),
+                workload=variant.workload,
+            )
+            rps = saturation_rps(scenario, rough=settings.variants > 0)
+            found.append((variant.name, rps / MEASURED_REPLICAS))
         return cls(settings, tuple(found))
 
     def __call__(self, seed: int, load_factor: float = 1.0) -> Scenario:
         """Return the scenario of a seed; its load is multiplied by a factor."""
         s = self.settings
         rng = generator(seed, "randomisation")
-        names = [name for name, _ in self.capacities]
-        weights = np.array([s.workloads[name] for name in names])
-        which = int(rng.choice(len(names), p=weights / weights.sum()))
-        name, capacity = self.capacities[which]
+        known = self.variants
+        weights = np.array([weight for _, weight in known])
+        which = int(rng.choice(len(known), p=weights / weights.sum()))
+        variant, (_, capacity) = known[which][0], self.capacities[which]
+        name = variant.workload.name
         speeds = self._speeds(rng)
         # The larger of two draws: most of what routing can win or lose is won or lost under load.
         load = float(rng.uniform(*s.load, size=2).max()) * load_factor
         load *= s.load_scale.get(name, 1.0)
         rate = load * capacity * sum(speeds)
         bursty = rng.random() < s.bursts
-        workload = Workload(
-            name=name,
-            rate=rate,
-            load=None,
-            arrivals="gamma" if bursty else "native",
-            arrival_cv=float(rng.uniform(1.5, 4.0)),
+        changes = {
+            "rate": rate,
+            "load": None,
+            "arrivals": "gamma" if bursty else "native",
+            "arrival_cv": float(rng.uniform(1.5, 4.0)),
             # From a separate generator, so that its range changes nothing else.
-            ttft_slo_s=float(np.exp(generator(seed, "target").uniform(*np.log(s.ttft_slo_s)))),
-        )
+            "ttft_slo_s": float(np.exp(generator(seed, "target").uniform(*np.log(s.ttft_slo_s)))),
+        }
         router = RouterSettings(
             staleness_s=float(rng.choice(s.staleness_s)),
             predictor=s.predictors[int(rng.integers(len(s.predictors)))],
@@ -144,11 +238,23 @@ class Distribution:
         )
         return Scenario(
             name=f"random-{seed}",
-            cluster=Cluster(replicas=tuple(Replica(speed=speed) for speed in speeds)),
-            workload=workload,
+            cluster=Cluster(replicas=self._replicas(variant.replica, speeds, seed)),
+            workload=variant.workload.model_copy(update=changes),
             router=router,
             events=self._events(rng, len(speeds), rate),
         )
+
+    def _replicas(
+        self, replica: Replica, speeds: Sequence[float], seed: int
+    ) -> tuple[Replica, ...]:
+        """Return replicas of given speeds, of which the router may assume wrong ones."""
+        error = np.log1p(self.settings.speed_error)
+        factors = np.exp(generator(seed, "assumed").uniform(-error, error, len(speeds)))
+        changes = [{"speed": speed} for speed in speeds]
+        if error > 0:
+            for change, factor in zip(changes, factors, strict=True):
+                change["assumed_speed"] = round(float(change["speed"] * factor), 3)
+        return tuple(replica.model_copy(update=change) for change in changes)
 
     def _speeds(self, rng: np.random.Generator) -> list[float]:
         s = self.settings

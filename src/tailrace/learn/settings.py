@@ -138,6 +138,9 @@ class BranchingSettings(LearningSettings):
     """Minimum horizon, s; the benefit of cached prefixes shows late."""
     max_horizon_s: Positive = 30.0
     """Maximum horizon, s."""
+    return_share: Share = 0.0
+    """Share of the pauses within sessions that the horizon covers, up to its maximum: what a cached
+    prefix is worth shows when its session returns. 0: pauses do not matter."""
     logit_margin: float = Field(default=2.0, ge=0)
     """Minimum difference of logits at which a later choice in a branch may differ from that of the
     first branch; reduces noise in the comparison."""

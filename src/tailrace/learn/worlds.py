@@ -109,6 +109,7 @@ class BranchTask:
     horizon: float  #: as a multiple of the P90 time a request stays
     min_horizon_s: float
     max_horizon_s: float
+    return_share: float  #: of the pauses within sessions that the horizon covers
     logit_margin: float  #: to depart from the first branch's choices, as a difference of logits
 
 
@@ -193,8 +194,8 @@ def branch(task: BranchTask) -> Samples:
     out = _samples(task.world, fleet, network, task.rows)
     after = np.zeros(out.memory.shape[1], np.float32)
     plan = np.zeros(task.world.requests, np.int64)
-    horizon_s = max(task.horizon * task.world.residence_time_s(), task.min_horizon_s)
-    horizon_s = min(horizon_s, task.max_horizon_s)
+    table = simulation.table
+    horizon_s = _horizon_s(task, table.rows["think_s"][table.rows["parent"] >= 0])
     decisions, rows = task.warmup, _rows(out)
     for k in range(task.rows):
         if not kernels.route(fleet, tables, 0, engine.LEARNED_CODE, network, decisions):
@@ -216,6 +217,15 @@ def branch(task: BranchTask) -> Samples:
         )
         decisions = task.gap
     return out
+
+
+def _horizon_s(task: BranchTask, think_s: NDArray[np.float64]) -> float:
+    """Return the horizon of a task, s, in a world with these pauses within sessions [m]."""
+    stay_s = task.world.residence_time_s()
+    horizon_s = max(task.horizon * stay_s, task.min_horizon_s)
+    if task.return_share > 0 and think_s.size:
+        horizon_s = max(horizon_s, stay_s + float(np.quantile(think_s, task.return_share)))
+    return min(horizon_s, task.max_horizon_s)
 
 
 def _samples(world: World, fleet: Fleet, network: NDArray[np.float64], rows: int) -> Samples:

@@ -38,10 +38,11 @@ def idle_views(replicas: Sequence[Replica]) -> NDArray[np.void]:
     views["metrics_at"] = NEVER
     for view, cost, replica in zip(views, replica_costs(replicas), replicas, strict=True):
         budget = token_budget(replica)
-        view["speed"] = replica.speed
+        speed = replica.speed if replica.assumed_speed is None else replica.assumed_speed
+        view["speed"] = speed
         view["capacity_tokens"] = num_blocks_of(replica) * replica.block_size
         view["block_size"] = replica.block_size
         view["token_budget"] = budget
         view["batch_cap"] = replica.batch_cap
-        view["prefill_tokens_per_s"] = prefill_tokens_per_s(cost, budget, replica.speed)
+        view["prefill_tokens_per_s"] = prefill_tokens_per_s(cost, budget, speed)
     return views

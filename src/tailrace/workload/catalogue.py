@@ -108,6 +108,21 @@ _HOT = Conversations(
     warmup_s=300.0,
 )
 
+#: Coding agents as in public recordings of them: a tool prompt of 15 000 tokens, contexts of 20 000 to
+#: 500 000 tokens that grow by a few hundred per turn, dozens of turns, pauses of 10 s (median) with a
+#: heavy tail. Half of the sessions last over 20 minutes, one in ten over two hours.
+_CODING = Conversations(
+    pool=PromptPool(1, lognormal(15_000, 0.0, 15_000, 15_000)),
+    first=Lognormals(((0.65, 8.5, 0.6), (0.35, 11.4, 0.9)), Clip(500, 450_000)),
+    user=Lognormals(((0.9, 5.9, 1.1), (0.1, 8.0, 1.2)), Clip(20, 60_000)),
+    output=Lognormals(((0.8, 5.3, 0.6), (0.2, 6.6, 0.8)), Clip(8, 8000)),
+    prompt_cap=500_000,
+    turns=BetaGeometricTurns(2.2, 70.0),
+    mean_turns=49.6,
+    think=Think(mu=math.log(10.0), sigma=1.8),
+    warmup_s=20_000.0,
+)
+
 _AZURE = "Azure LLM inference 2023 (CC-BY 4.0)"
 _MOONCAKE = "Mooncake FAST'25 traces (Apache-2.0)"
 
@@ -207,6 +222,14 @@ _SIMPLE = (
         _HOT,
         "Conversations of 1 000 to 6 000 tokens with 10 s between turns: affinity decides.",
         "a design choice: at 18 s per turn, 7 requests/s keep 4 x 32 sessions live",
+    ),
+    _spec(
+        "coding-agents",
+        4.0,
+        Poisson(),
+        _CODING,
+        "Coding agents: contexts of 20 000 to 500 000 tokens, dozens of turns, long pauses.",
+        "lengths and pauses after public recordings of coding agents; a design choice",
     ),
 )
 

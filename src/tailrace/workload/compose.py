@@ -6,15 +6,16 @@ just a workload of several parts, so any workloads can be mixed.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.workload.arrivals import ArrivalProcess
-from tailrace.workload.content import ContentModel
+from tailrace.workload.content import ContentModel, Documents
 from tailrace.workload.draft import Draft, finish, merge
 from tailrace.workload.lengths import Streams, pick
+from tailrace.workload.sessions import Conversations
 from tailrace.workload.table import RequestTable
 
 Floats = NDArray[np.float64]
@@ -44,6 +45,24 @@ class WorkloadSpec:
     source: str
     default_rate_rps: float
     parts: tuple[Part, ...]
+
+
+def with_think_scale(spec: WorkloadSpec, scale: float) -> WorkloadSpec:
+    """Return a workload whose pauses within sessions are ``scale`` times as long."""
+    parts = tuple(replace(part, content=_slower(part.content, scale)) for part in spec.parts)
+    return spec if scale == 1.0 else replace(spec, parts=parts)
+
+
+def _slower(content: ContentModel, scale: float) -> ContentModel:
+    """Return a content model with longer pauses; one without pauses is the same."""
+    if isinstance(content, Conversations):
+        mu = content.think.mu + math.log(scale)
+        think = replace(content.think, mu=mu, least_s=content.think.least_s * scale)
+        return replace(content, think=think, warmup_s=content.warmup_s * scale)
+    if isinstance(content, Documents):
+        gap_s = content.gap_scale_s * scale
+        return replace(content, gap_scale_s=gap_s, warmup_s=content.warmup_s * scale)
+    return content
 
 
 def mix(

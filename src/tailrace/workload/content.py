@@ -31,6 +31,10 @@ class ContentModel(Protocol):
     def rows_per_start(self) -> float:
         """Mean number of requests that follow from one start, itself included."""
 
+    @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Upper bounds of prompts and of answers, in tokens."""
+
     def draft(self, start_s: Floats, streams: Streams) -> Draft:
         """Return the requests of sorted starts [n] that arrive at 0 or later."""
 
@@ -42,6 +46,11 @@ class OneShot:
     lengths: JointMixture
     warmup_s: float = 0.0
     rows_per_start: float = 1.0
+
+    @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Longest prompt and answer."""
+        return self.lengths.max_lengths
 
     def draft(self, start_s: Floats, streams: Streams) -> Draft:
         """Return one request per start [n]."""
@@ -78,6 +87,11 @@ class SharedPrompts:
     warmup_s: float = 0.0
     rows_per_start: float = 1.0
 
+    @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Longest shared prompt with its tail, and longest answer."""
+        return self.pool.tokens.clip.high + self.tail.clip.high, self.output.output.high
+
     def draft(self, start_s: Floats, streams: Streams) -> Draft:
         """Return one request per start [n]."""
         rows = _rows_at(start_s)
@@ -106,6 +120,12 @@ class PromptFamilies:
     families: tuple[Family, ...]
     warmup_s: float = 0.0
     rows_per_start: float = 1.0
+
+    @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Longest of all families' prompts with their tails, and longest answer."""
+        prompt = max(f.shared_tokens + f.tail.clip.high for f in self.families)
+        return prompt, max(f.output.clip.high for f in self.families)
 
     def draft(self, start_s: Floats, streams: Streams) -> Draft:
         """Return one request per start [n]."""
@@ -156,6 +176,14 @@ class Documents:
         """Mean number of requests per start."""
         requests = self.short_weight + self.single_weight + self.document_weight
         return requests / float(self._event_weights.sum())
+
+    @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Longest question, alone or about a document, and longest answer."""
+        prompts, outputs = zip(
+            *(part.max_lengths for part in (self.short, self.single, self.document)), strict=True
+        )
+        return max(prompts) + self.question.clip.high, max(outputs)
 
     def draft(self, start_s: Floats, streams: Streams) -> Draft:
         """Return the requests of starts [n]; a document opened before 0 keeps later questions."""

@@ -92,6 +92,11 @@ class JointMixture:
     cap_chance: float = 0.0
     cap: Clip = Clip(1, 1)
 
+    @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Longest prompt and answer."""
+        return max(self.prompt.high, self.cap.high), self.output.high
+
     def draw(self, count: int, streams: Streams) -> tuple[Ints, Ints]:
         """Draw prompt tokens [count] and output tokens [count]."""
         which = self.draw_component(count, streams)

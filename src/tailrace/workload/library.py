@@ -20,13 +20,14 @@ from tailrace.workload.arrivals import (
     replay,
 )
 from tailrace.workload.catalogue import BUILT_IN
-from tailrace.workload.compose import WorkloadSpec, compose, mix
+from tailrace.workload.compose import WorkloadSpec, compose, mix, with_think_scale
 from tailrace.workload.draft import retime
 from tailrace.workload.lengths import Streams
 from tailrace.workload.table import (
     DEFAULT_TPOT_SLO_S,
     DEFAULT_TTFT_SLO_S,
     RequestTable,
+    scale_prompts,
 )
 
 NATIVE = "native"
@@ -63,6 +64,13 @@ def describe(name: str) -> WorkloadSpec:
     return _SPECS[name]
 
 
+def max_tokens(name: str, prompt_scale: float = 1.0) -> int:
+    """Return an upper bound of prompt and answer together of a built-in workload, in tokens."""
+    lengths = [part.content.max_lengths for part in describe(name).parts]
+    # A prompt of a few runs is rounded run by run.
+    return max(math.ceil(prompt * prompt_scale) + 3 + output for prompt, output in lengths)
+
+
 def mixture(name: str, shares: Mapping[str, float]) -> WorkloadSpec:
     """Return a mixture of built-in workloads, by their shares of the requests."""
     for part, share in shares.items():
@@ -85,6 +93,8 @@ def make(
     *,
     arrivals: str = NATIVE,
     arrival_cv: float = 2.0,
+    prompt_scale: float = 1.0,
+    think_scale: float = 1.0,
     ttft_slo_s: float = DEFAULT_TTFT_SLO_S,
     tpot_slo_s: float = DEFAULT_TPOT_SLO_S,
 ) -> RequestTable:
@@ -94,6 +104,7 @@ def make(
     Another arrival process than the native one sets when single requests and conversations begin.
     """
     spec = describe(name) if isinstance(name, str) else name
+    spec = with_think_scale(spec, think_scale)
     rate_rps = spec.default_rate_rps if rate is None else rate
     _check(requests, rate_rps)
     if arrivals == TRACE:
@@ -104,13 +115,22 @@ def make(
     process = None
     if arrivals != NATIVE:
         process = _process(arrivals, arrival_cv, requests / rate_rps)
-    table = compose(spec, requests, rate_rps, seed, process)
+    table = scale_prompts(compose(spec, requests, rate_rps, seed, process), prompt_scale)
     table.rows["ttft_slo_s"] = ttft_slo_s
     table.rows["tpot_slo_s"] = tpot_slo_s
     return table
 
 
 def from_settings(settings: config.Workload, rate: float | None, seed: int) -> RequestTable:
+    """Make the table that settings describe; see :func:`_from_settings`."""
+    table = _from_settings(settings, rate, seed)
+    if not settings.session_ids:
+        table.rows["session"] = -1
+        table.rows["turn"] = 0
+    return table
+
+
+def _from_settings(settings: config.Workload, rate: float | None, seed: int) -> RequestTable:
     """Make the table that settings describe: a built-in workload, or a file of requests.
 
     ``rate`` (requests/s) follows from the settings' ``rate`` or ``load``; None: the traffic's own.
@@ -128,11 +148,15 @@ def from_settings(settings: config.Workload, rate: float | None, seed: int) -> R
             seed,
             arrivals=settings.arrivals,
             arrival_cv=settings.arrival_cv,
+            prompt_scale=settings.prompt_scale,
+            think_scale=settings.think_scale,
             ttft_slo_s=settings.ttft_slo_s,
             tpot_slo_s=settings.tpot_slo_s,
         )
     trace = traces.read(path)
     table = RequestTable(trace.table.rows[: settings.requests].copy(), trace.table.runs)
+    table = scale_prompts(table, settings.prompt_scale)
+    table.rows["think_s"] *= settings.think_scale
     if not trace.has_slos:
         table.rows["ttft_slo_s"] = settings.ttft_slo_s
         table.rows["tpot_slo_s"] = settings.tpot_slo_s

@@ -179,6 +179,11 @@ class Conversations:
         """Mean number of turns."""
         return self.mean_turns
 
+    @property
+    def max_lengths(self) -> tuple[int, int]:
+        """Longest prompt and answer."""
+        return self.prompt_cap, self.output.clip.high
+
     def draft(self, start_s: Floats, streams: Streams) -> Draft:
         """Return the turns of conversations that start at [n]; see the head of the file."""
         shared = self.pool.draw_lengths(streams)

@@ -147,3 +147,29 @@ class RequestTable:
             (rows["run_count"] > 0) & (total[end] - total[start] != rows["prompt_tokens"]),
             "its content runs do not add up to prompt_tokens",
         )
+
+
+def scale_prompts(table: RequestTable, scale: float) -> RequestTable:
+    """Return a table whose prompts are ``scale`` times as long, at least one token each.
+
+    Runs are scaled one by one, so that prompts share what they shared before. Answers keep their
+    lengths.
+    """
+    if scale == 1.0:
+        return table
+    rows, runs = table.rows.copy(), table.runs.copy()
+    largest = np.iinfo(rows["prompt_tokens"].dtype).max
+
+    def scaled(tokens: NDArray[np.int32]) -> NDArray[np.int64]:
+        return np.clip(np.rint(tokens * scale), 1, largest).astype(np.int64)
+
+    runs["tokens"] = np.where(runs["tokens"] > 0, scaled(runs["tokens"]), 0)
+    total = np.concatenate([[0], np.cumsum(runs["tokens"], dtype=np.int64)])
+    start = rows["run_start"]
+    shared = rows["run_count"] > 0
+    by_runs = total[start + rows["run_count"]] - total[start]
+    prompt = np.where(shared, by_runs, scaled(rows["prompt_tokens"]))
+    if (prompt > largest).any():
+        raise TailraceError(f"prompt_scale = {scale:g} makes prompts of over {largest} tokens")
+    rows["prompt_tokens"] = prompt
+    return RequestTable(rows, runs)

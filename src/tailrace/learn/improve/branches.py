@@ -76,6 +76,7 @@ class BranchSource:
                     b.horizon,
                     b.min_horizon_s,
                     b.max_horizon_s,
+                    b.return_share,
                     b.logit_margin,
                 )
             )

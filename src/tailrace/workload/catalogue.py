@@ -108,9 +108,9 @@ _HOT = Conversations(
     warmup_s=300.0,
 )
 
-#: Coding agents as in public recordings of them: a tool prompt of 15 000 tokens, contexts of 20 000 to
-#: 500 000 tokens that grow by a few hundred per turn, dozens of turns, pauses of 10 s (median) with a
-#: heavy tail. Half of the sessions last over 20 minutes, one in ten over two hours.
+#: Coding agents as in public recordings of them: a tool prompt of 15 000 tokens, contexts of 20 000
+#: to 500 000 tokens that grow by a few hundred per turn, dozens of turns, pauses of 10 s (median)
+#: with a heavy tail. Half of the sessions last over 20 minutes, one in ten over two hours.
 _CODING = Conversations(
     pool=PromptPool(1, lognormal(15_000, 0.0, 15_000, 15_000)),
     first=Lognormals(((0.65, 8.5, 0.6), (0.35, 11.4, 0.9)), Clip(500, 450_000)),

@@ -161,7 +161,8 @@ def scale_prompts(table: RequestTable, scale: float) -> RequestTable:
     largest = np.iinfo(rows["prompt_tokens"].dtype).max
 
     def scaled(tokens: NDArray[np.int32]) -> NDArray[np.int64]:
-        return np.clip(np.rint(tokens * scale), 1, largest).astype(np.int64)
+        found: NDArray[np.int64] = np.clip(np.rint(tokens * scale), 1, largest).astype(np.int64)
+        return found
 
     runs["tokens"] = np.where(runs["tokens"] > 0, scaled(runs["tokens"]), 0)
     total = np.concatenate([[0], np.cumsum(runs["tokens"], dtype=np.int64)])

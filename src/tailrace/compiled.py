@@ -52,7 +52,7 @@ _KERNEL_SOURCES = (
     "router/state/server_model.py",
     *("router/intake/fast_body.py", "router/intake/hashing.py", "router/intake/json_scan.py"),
     "router/intake/large_body.py",
-    "router/intake/model_field.py",
+    "router/intake/member_scan.py",
     "workload/formats/scan.py",
 )
 

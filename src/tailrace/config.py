@@ -61,6 +61,7 @@ class CostModel(Settings):
 
 
 SchedulerName = Literal["sarathi", "vllm", "vllm_v1", "orca", "faster_transformer", "lightllm"]
+SchedulingPolicyName = Literal["auto", "fcfs", "priority"]
 
 
 class Replica(Settings):
@@ -78,6 +79,10 @@ class Replica(Settings):
     """Speed that the router assumes; default: the true one. Look-aheads know the true one."""
     scheduler: SchedulerName = "vllm_v1"
     """How the server forms batches."""
+    scheduling_policy: SchedulingPolicyName = "auto"
+    """Which request goes first (vllm_v1): fcfs, the one that came first; priority, the one with the
+    lowest priority value, as vLLM with --scheduling-policy priority; auto: priority if the router's
+    policy orders (+order), else fcfs. Live, only priority has the router send priorities."""
     num_blocks: int | None = Field(default=None, ge=1, le=2**26)
     """KV cache size in blocks; default: the preset's."""
     block_size: int = Field(default=16, ge=1, le=4096)
@@ -100,6 +105,14 @@ class Replica(Settings):
     """Tokens reserved per request (orca, faster_transformer)."""
     max_waiting_iters: int = Field(default=10, ge=1, le=2**20)
     """Decode iterations between two attempts to admit (lightllm)."""
+
+    @model_validator(mode="after")
+    def _can_order(self) -> Self:
+        if self.scheduling_policy == "priority" and self.scheduler != "vllm_v1":
+            raise ValueError(
+                f"scheduling_policy = priority needs scheduler = vllm_v1, got {self.scheduler}"
+            )
+        return self
 
 
 class Event(Settings):
@@ -132,6 +145,17 @@ class Cluster(Settings):
     def size(self) -> int:
         """Number of replicas."""
         return sum(r.count for r in self.replicas)
+
+    def served_by(self, *, order: bool) -> "Cluster":
+        """Return the cluster with every scheduling policy settled; ``order``: the router orders."""
+
+        def settled(replica: Replica) -> Replica:
+            if replica.scheduling_policy != "auto":
+                return replica
+            name = "priority" if order and replica.scheduler == "vllm_v1" else "fcfs"
+            return replica.model_copy(update={"scheduling_policy": name})
+
+        return self.model_copy(update={"replicas": tuple(map(settled, self.replicas))})
 
     def expanded(self) -> tuple[Replica, ...]:
         """One entry per replica, each with count 1."""

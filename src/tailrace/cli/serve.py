@@ -15,6 +15,7 @@ from tailrace.router.settings import address, is_loopback
 
 if TYPE_CHECKING:
     from tailrace.router.app import Router
+    from tailrace.router.proxy.backends import Backend
     from tailrace.router.serve_settings import ServeSettings
 
 #: What the extra ``serve`` brings.
@@ -123,6 +124,7 @@ def _serve(
                 return await router.run(lambda: _announce(router))
             size = len(router.backends.present)
             click.echo(f"{size - len(failing)} of {size} backends answer")
+            await _check_priorities(router, {backend for backend, _ in failing})
             return 1 if failing else 0
         finally:
             collecting.cancel()
@@ -130,6 +132,32 @@ def _serve(
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main())
+
+
+async def _check_priorities(router: "Router", failing: "set[Backend]") -> None:
+    """Say which backends take priorities, if the policy orders requests."""
+    from tailrace.policy.base import order_of
+    from tailrace.router.proxy.priority_probe import accepts_priorities
+
+    if order_of(router.backends.chooser.policy) is None:
+        return
+    for backend in router.backends.present:
+        if backend in failing:
+            continue
+        accepted, why = await accepts_priorities(backend)
+        name, told = backend.label, backend.takes_priorities
+        if told and not accepted:
+            text = f"does not accept priorities ({why}); set its scheduling_policy to fcfs"
+        elif told:
+            text = "accepts priorities and is sent them"
+        elif accepted:
+            text = (
+                "accepts priorities but is sent none: start it with --scheduling-policy priority "
+                'and set scheduling_policy = "priority" in its [backends.server]'
+            )
+        else:
+            text = f"accepts no priorities ({why}) and is sent none"
+        click.echo(f"backend {name} {text}")
 
 
 def _warn(url: str, why: str) -> None:

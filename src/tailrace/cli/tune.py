@@ -60,16 +60,18 @@ def command(
 ) -> None:  # fmt: skip
     """Tune baselines on tuning seeds, so that they are at their best when beaten.
 
-    NAME is a rule with constants, linear_es (a linear score over the observation, by CMA-ES) or
-    predict_greedy (a supervised predictor of cost; needs tailrace[train]). Default: all rules with
-    constants.
+    NAME is a rule with constants, a policy with +order (the weight of its order), linear_es (a
+    linear score over the observation, by CMA-ES) or predict_greedy (a supervised predictor of cost;
+    needs tailrace[train]). Default: all rules with constants.
     """
     from tailrace.evaluate.search.tune import KNOBS
     from tailrace.files import check_target
-    from tailrace.policy import shipped
+    from tailrace.policy import registry, shipped
 
     for name in targets:
-        if name not in (*KNOBS, *shipped.LEARNING):
+        if name.endswith(registry.ORDER_SUFFIX):
+            registry.get(name)
+        elif name not in (*KNOBS, *shipped.LEARNING):
             raise unknown_name("name to tune", name, [*KNOBS, *shipped.LEARNING])
     learning = [name for name in targets if name in shipped.LEARNING]
     if learning and len(targets) > 1:

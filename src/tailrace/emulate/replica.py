@@ -100,11 +100,15 @@ class EmulatedReplica:
         answer: bytes,
         on_token: Callable[[Job, bool], None],
         finish_reason: str = "length",
+        priority: int = 0,
     ) -> Job:
-        """A prompt arrives now; ``on_token`` is called for every token of ``answer``."""
+        """A prompt arrives now; ``on_token`` is called for every token of ``answer``.
+
+        Lower priorities go first if it serves by priority.
+        """
         now = self.catch_up()
         prompt_tokens, output_tokens = tokenizer.count(prompt), tokenizer.count(answer)
-        request = Request(self._next_id, prompt_tokens, output_tokens, now, now)
+        request = Request(self._next_id, prompt_tokens, output_tokens, now, now, priority=priority)
         self._next_id += 1
         job = Job(request, answer, on_token, prompt_tokens, output_tokens, finish_reason)
         self._jobs[request.id] = job

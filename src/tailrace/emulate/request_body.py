@@ -30,6 +30,8 @@ class GenerationRequest:
     finish_reason: str
     streams: bool
     include_usage: bool
+    priority: int = 0
+    """Lower goes first, on servers that serve by priority."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def read_generation(
         finish_reason=reason,
         streams=body.get("stream") is True,
         include_usage=isinstance(options, Mapping) and options.get("include_usage") is True,
+        priority=_priority(body.get("priority", 0)),
     )
 
 
@@ -137,6 +140,17 @@ def _output(
     if wanted is not None and wanted < limit and body.get("ignore_eos") is not True:
         return wanted, "stop"
     return limit if wanted is None else min(wanted, limit), "length"
+
+
+def _priority(value: Any) -> int:
+    """Return a priority as vLLM reads it, or raise."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ApiError(400, f"priority must be a whole number, got {value!r}") from None
+    if number != value and not isinstance(value, str):
+        raise ApiError(400, f"priority must be a whole number, got {value!r}")
+    return number
 
 
 def _whole(value: Any, name: str) -> int | None:

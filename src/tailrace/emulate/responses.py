@@ -54,7 +54,9 @@ class Generation:
     def submit(self, replica: EmulatedReplica) -> None:
         """Start generating."""
         wanted = self._wanted
-        job = replica.submit(wanted.prompt, wanted.answer, self.on_token, wanted.finish_reason)
+        job = replica.submit(
+            wanted.prompt, wanted.answer, self.on_token, wanted.finish_reason, wanted.priority
+        )
         self._abort = lambda: replica.abort(job)
 
     def on_token(self, job: Job, is_last: bool) -> None:

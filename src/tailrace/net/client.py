@@ -86,7 +86,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     # Called by the owner of the request.
 
-    def send(self, sink: Sink, method: bytes, head: bytes, body: bytes) -> None:
+    def send(self, sink: Sink, method: bytes, head: bytes, body: bytes | memoryview) -> None:
         """Send a request; the response goes to the sink."""
         transport = self.transport
         assert transport is not None

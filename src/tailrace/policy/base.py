@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.policy.rules import Rule, score
+from tailrace.view.ordering import Order
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA, choose
 
@@ -28,6 +29,8 @@ class Policy:
     """Name shown in tables and logs."""
     lowest_id_wins: bool = False
     """Break ties by the lowest replica number instead of at random."""
+    order: Order | None = None
+    """Order in which servers should serve (view/ordering.py); None: as they come."""
 
     def reset(self, n_replicas: int, seed: int) -> None:
         """Start a run over ``n_replicas`` replicas; forget the last one."""
@@ -156,6 +159,11 @@ def checked_scores(policy: Policy, view: View) -> NDArray[np.float64]:
     if available.any() and np.isnan(out[available]).all():
         raise TailraceError(f"policy {policy.name} returned NaN for every available replica")
     return out
+
+
+def order_of(policy: Policy) -> Order | None:
+    """Return the order a policy wants; policies written by users may lack the field."""
+    return getattr(policy, "order", None)
 
 
 def decide(policy: Policy, view: View) -> int:

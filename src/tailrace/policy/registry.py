@@ -6,8 +6,12 @@ tuned constants (``cache_aware:tuned``), a learned baseline (``linear_es``, ``pr
 file (``my_rule.py``, ``my_rule.py:MyPolicy``), something importable
 (``package.module:attribute``), or an entry point of the group ``tailrace.policies`` of an installed
 package.
+
+Behind any of them, ``+order`` has the router attach a priority to each request, for servers that
+serve by priority (view/ordering.py): ``linear_es+order:w=10``.
 """
 
+import copy
 import importlib
 import importlib.util
 import inspect
@@ -22,7 +26,9 @@ from tailrace.policy import shipped
 from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.rules import RULES, Rule
+from tailrace.view.ordering import Order
 
+ORDER_SUFFIX = "+order"
 ENTRY_POINT_GROUP = "tailrace.policies"
 FUNCTION_NAME = "scores"
 SHIPPED_NAME = shipped.SHIPPED_NAME
@@ -44,6 +50,9 @@ def get(name: str, **params: Any) -> Policy:
 
     Parameters of a user's policy are passed to its constructor, or to the function with each view.
     """
+    base, suffix = split_order(name)
+    if suffix:
+        return with_order(get(base, **params), Order.of(_weights(base, suffix)))
     head, _, tail = name.partition(":")
     builtin = {rule.name: rule for rule in RULES}
     if head in builtin:
@@ -65,6 +74,29 @@ def get(name: str, **params: Any) -> Policy:
     if name in installed:
         return _as_policy(_load(installed[name]), name, params)
     raise unknown_name("policy", name, names())
+
+
+def split_order(name: str) -> tuple[str, str]:
+    """Return a policy's name without its order, and the order as it is written; "": none."""
+    base, plus, weights = name.rpartition(ORDER_SUFFIX)
+    if plus and weights[:1] in ("", ":"):
+        return base, plus + weights
+    return name, ""
+
+
+def _weights(base: str, suffix: str) -> dict[str, float]:
+    weights = suffix.removeprefix(ORDER_SUFFIX)
+    if weights == shipped.TUNED_SUFFIX:
+        return shipped.constants_of(base + ORDER_SUFFIX)
+    return _numbers(base + ORDER_SUFFIX, weights[1:])
+
+
+def with_order(policy: Policy, order: Order) -> Policy:
+    """Return a policy that decides as ``policy`` and orders requests as well."""
+    ordered = copy.copy(policy)
+    ordered.order = order
+    ordered.name = policy.name + order.suffix
+    return ordered
 
 
 def _numbers(rule: str, text: str) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class BackendSettings(Settings):
         return value.rstrip("/")
 
     @property
+    def takes_priorities(self) -> bool:
+        """Whether it serves by the priority in a request's body."""
+        return self.server.scheduling_policy == "priority"
+
+    @property
     def origin(self) -> Origin:
         """Where to connect."""
         return Origin.parse(self.url)
@@ -238,6 +243,9 @@ class AdmissionSettings(Settings):
     """Maximum requests waiting at the router; beyond it the least urgent is rejected (429)."""
     max_wait_s: Seconds = 30.0
     """Maximum wait, s; then the request is rejected (429)."""
+    replace_priority: bool = False
+    """Replace a `priority` in a client's body by the router's own when the policy orders; otherwise
+    the server gets the client's, and such a request goes before all others there."""
 
 
 class LogSettings(Settings):

@@ -12,6 +12,10 @@ at which it is done. Blocks are allocated in one of two ways:
 
 At most one resident request is partly prefilled, and it is the last slot: a new request is
 admitted only after all earlier ones got what they need of the token budget.
+
+The waiting queue is a list in the order of arrival. Of a server that serves by priority (vLLM's
+``--scheduling-policy priority``) it is a pairing heap: O(1) to insert, O(log n) to take the first
+out, and no memory but two links per request, which are copied with it.
 """
 
 import numpy as np
@@ -41,12 +45,15 @@ def ceil_div(a, b):
     return -(-a // b)
 
 
-# ---- waiting queue: a linked list through REQUEST_STATE.next ------------------------------------
+# ---- waiting queue: a list through REQUEST_STATE.next, or a heap --------------------------------
 
 
 @inner
 def enqueue(server, requests, r):
-    """Put a request at the end of the waiting queue."""
+    """Put a request into the waiting queue: at its end, or to its place by priority."""
+    if server["ordered"]:
+        _enqueue_by_priority(server, requests, r)
+        return
     requests[r]["next"] = -1
     if server["queue_len"] == 0:
         server["queue_head"] = r
@@ -88,10 +95,99 @@ def _enqueue_sorted(server, requests, r):
 def dequeue(server, requests):
     """Take the first waiting request."""
     r = server["queue_head"]
-    server["queue_head"] = requests[r]["next"]
+    if server["ordered"]:
+        server["queue_head"] = pop_heap(requests, r)
+    else:
+        server["queue_head"] = requests[r]["next"]
     server["queue_len"] -= 1
     requests[r]["next"] = -1
     return r
+
+
+@inner
+def _goes_before(requests, a, b):
+    """Whether request ``a`` goes before ``b``: by (priority, time sent, id), as in vLLM."""
+    if requests[a]["priority"] != requests[b]["priority"]:
+        return requests[a]["priority"] < requests[b]["priority"]
+    if requests[a]["sent"] != requests[b]["sent"]:
+        return requests[a]["sent"] < requests[b]["sent"]
+    return a < b
+
+
+@inner
+def _meld(requests, a, b):
+    """Join two heaps; return the root. The root's ``next`` is the caller's to set."""
+    if _goes_before(requests, b, a):
+        a, b = b, a
+    requests[b]["next"] = requests[a]["child"]
+    requests[a]["child"] = b
+    return a
+
+
+@inner
+def _enqueue_by_priority(server, requests, r):
+    requests[r]["next"] = -1
+    requests[r]["child"] = -1
+    if server["queue_len"] == 0:
+        server["queue_head"] = r
+    else:
+        server["queue_head"] = _meld(requests, server["queue_head"], r)
+    server["queue_len"] += 1
+
+
+@inner
+def pop_heap(requests, root):
+    """Return the root of a heap without its root; -1: it is empty."""
+    pairs = -1
+    a = requests[root]["child"]
+    requests[root]["child"] = -1
+    while a >= 0:  # join the children in pairs
+        b = requests[a]["next"]
+        following = -1
+        if b >= 0:
+            following = requests[b]["next"]
+            a = _meld(requests, a, b)
+        requests[a]["next"] = pairs
+        pairs = a
+        a = following
+    joined = -1
+    while pairs >= 0:  # then the pairs, the last ones first
+        following = requests[pairs]["next"]
+        joined = pairs if joined < 0 else _meld(requests, joined, pairs)
+        pairs = following
+    if joined >= 0:
+        requests[joined]["next"] = -1
+    return joined
+
+
+# ---- requests without a first token, as sent (servers by priority only) -------------------------
+
+
+@inner
+def note_sent(server, requests, r):
+    """Enter a request that was sent now."""
+    last = server["newest"]
+    requests[r]["older"] = last
+    requests[r]["newer"] = -1
+    if last >= 0:
+        requests[last]["newer"] = r
+    else:
+        server["oldest"] = r
+    server["newest"] = r
+
+
+@inner
+def _note_answered(server, requests, r):
+    """Take out a request that has its first token."""
+    older, newer = requests[r]["older"], requests[r]["newer"]
+    if older >= 0:
+        requests[older]["newer"] = newer
+    else:
+        server["oldest"] = newer
+    if newer >= 0:
+        requests[newer]["older"] = older
+    else:
+        server["newest"] = older
 
 
 # ---- blocks -------------------------------------------------------------------------------------
@@ -264,16 +360,56 @@ def _leave_decodes(server, slots, phase, kv, requests, i):
 
 @inner
 def preempt_last(server, slots, phase, kv, requests, content):
-    """Evict the last resident request: its blocks are freed and it is prefilled again."""
+    """Preempt the last resident request."""
+    _preempt(server, slots, phase, kv, requests, content, server["n_slots"] - 1, False)
+
+
+@inner
+def preempt_one(server, slots, phase, kv, requests, content, served):
+    """Preempt the last resident request or, by priority, the least urgent; return its slot.
+
+    ``served``: so many leading slots have got their blocks for the iteration being formed.
+    """
     i = server["n_slots"] - 1
+    if server["ordered"]:
+        i = _least_urgent(server, slots, requests)
+    _preempt(server, slots, phase, kv, requests, content, i, i < served)
+    return i
+
+
+@inner
+def _least_urgent(server, slots, requests):
+    """Slot of the highest (priority, time sent); of several, the first admitted, as in vLLM."""
+    worst = 0
+    priority = requests[slots[SLOT_REQUEST, 0]]["priority"]
+    sent = requests[slots[SLOT_REQUEST, 0]]["sent"]
+    for i in range(1, server["n_slots"]):
+        request = requests[slots[SLOT_REQUEST, i]]
+        if request["priority"] > priority or (
+            request["priority"] == priority and request["sent"] > sent
+        ):
+            worst, priority, sent = i, request["priority"], request["sent"]
+    return worst
+
+
+@inner
+def _preempt(server, slots, phase, kv, requests, content, i, served):
+    """Evict the request of slot ``i``: its blocks are freed and it is prefilled again.
+
+    ``served``: a decode that has got its block for the iteration being formed.
+    """
     r = slots[SLOT_REQUEST, i]
     request = requests[r]
     total = request["prompt"] + request["output"]
     if i < server["n_decodes"]:
-        just_joined = slots[SLOT_OFFSET, i] + server["tick"] == request["prompt"] + 1
+        before = slots[SLOT_OFFSET, i] + server["tick"]
+        just_joined = before == request["prompt"] + 1
         if server["explicit"]:
-            computed = slots[SLOT_OFFSET, i] + server["tick"] - just_joined
+            computed = before + 1 if served else before - just_joined
             _keep_for_itself(server, kv, content, slots[SLOT_ROW, i], r, computed)
+        elif served:
+            held = decode_blocks(server, request["prompt"], before)
+            server["free_blocks"] += ceil_div(before + 1, server["block_size"]) - held
         elif just_joined and _is_fresh(server, request):
             server["fresh"] -= 1
         processed = _leave_decodes(server, slots, phase, kv, requests, i)
@@ -297,11 +433,48 @@ def preempt_last(server, slots, phase, kv, requests, content):
     request["restarts"] += 1
     request["status"] = WAITING
     server["preemptions"] += 1
-    server["n_slots"] = i
-    if server["scheduler"] == VLLM_V1:
+    server["n_slots"] -= 1
+    for k in range(i, server["n_slots"]):
+        _move_slot(slots, k + 1, k)
+    if server["ordered"]:
+        _enqueue_by_priority(server, requests, r)
+    elif server["scheduler"] == VLLM_V1:
         _enqueue_sorted(server, requests, r)
     else:
         _enqueue_first(server, requests, r)
+
+
+@inner
+def park(server, slots, requests, first):
+    """Let the decodes from slot ``first`` on sit out the iteration being formed.
+
+    In vLLM a request that has to preempt itself ends the round: those behind it get nothing.
+    """
+    server["parked"] = server["n_decodes"] - first
+    server["parked_context"] = 0
+    server["fresh"] = 0
+    server["next_event"] = server["tick"]  # look at them all next time
+    for i in range(first, server["n_decodes"]):
+        request = requests[slots[SLOT_REQUEST, i]]
+        processed = slots[SLOT_OFFSET, i] + server["tick"]
+        server["parked_context"] += processed
+        if processed == request["prompt"] + 1 and not server["explicit"]:
+            server["fresh"] += _is_fresh(server, request)
+
+
+@inner
+def unpark(server, slots, phase):
+    """Shift the decodes that sat out the iteration that ends by one tick, so that none is lost."""
+    for i in range(server["n_decodes"] - server["parked"], server["n_decodes"]):
+        if not server["explicit"]:
+            phase[_phase_index(server, slots[SLOT_OFFSET, i])] -= 1
+            phase[_phase_index(server, slots[SLOT_OFFSET, i] - 1)] += 1
+        slots[SLOT_OFFSET, i] -= 1
+        slots[SLOT_FINISH, i] += 1
+        slots[SLOT_EVENT, i] += 1
+    server["parked"] = 0
+    server["parked_context"] = 0
+    server["next_event"] = server["tick"]
 
 
 @inner
@@ -355,6 +528,8 @@ def advance_prefills(server, slots, phase, kv, requests, end, notices):
             request["first"] = end
             notices[0, 1 + notices[0, 0]] = r
             notices[0, 0] += 1
+            if server["ordered"]:
+                _note_answered(server, requests, r)
         server["preempted_context"] -= request["context"]
         request["context"] = 0
         if request["output"] == 1:

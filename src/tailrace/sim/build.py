@@ -204,7 +204,7 @@ def _start_cluster(
         requests[name] = np.nan
     requests["prompt"] = facts["prompt"]
     requests["output"] = facts["output"]
-    requests["next"] = requests["replica"] = requests["cached"] = -1
+    requests["next"] = requests["child"] = requests["replica"] = requests["cached"] = -1
     requests["early"] = requests["late"] = -1
 
 
@@ -224,5 +224,6 @@ def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine
     server["configured_speed"] = server["speed"] = replica.speed
     server["compat"] = engine.vidur_compat
     server["exact"] = engine.exact
+    server["ordered"] = replica.scheduling_policy == "priority"
     kv = KvCache(fleet.extents[c, r], fleet.buckets[c, r], fleet.held[c, r], fleet.rows_free[c, r])
     servers.empty(server, fleet.phase[c, r], kv)

@@ -70,10 +70,10 @@ def _record_batch(batches, cluster, server, r):
     batch["start_s"] = server["start"]
     batch["end_s"] = server["until"]
     batch["iterations"] = server["steps"]
-    batch["decodes"] = server["n_decodes"] * server["decoding"]
+    batch["decodes"] = (server["n_decodes"] - server["parked"]) * server["decoding"]
     batch["prefills"] = server["batched"] - batch["decodes"]
     batch["tokens"] = server["tokens"]
-    batch["context"] = server["context"] * server["decoding"]
+    batch["context"] = (server["context"] - server["parked_context"]) * server["decoding"]
     batch["prefill_work"] = server["work"]
     cluster["batch_count"] += 1
 

@@ -23,6 +23,7 @@ from tailrace.sim.types import (
     Tables,
 )
 from tailrace.view import ledger, prefix_index
+from tailrace.view.ordering import request_priority
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA, choose
 
@@ -254,6 +255,7 @@ def _assign(fleet, tables, c, r):
     request["replica"] = r
     request["believed"] = view["cached_tokens"]
     request["predicted"] = ledger.whole_tokens(fleet.requests_view[c]["predicted_output"])
+    request["priority"] = request_priority(cluster["order"], fleet.requests_view[c], view)
     fleet.router[c]["decisions"] += 1
     ledger.sent(view, fact["prompt"], view["cached_tokens"], request["predicted"], now)
     if fact["session"] >= 0:

@@ -21,6 +21,7 @@ from tailrace.sim.types import (
     SLOT_ROWS,
 )
 from tailrace.view.objective import compiled_cost
+from tailrace.view.ordering import request_priority
 
 LOOKAHEAD, LOOKAHEAD_ORACLE = CODE.lookahead, CODE.lookahead_oracle
 #: At least this share of the predicted output is expected to be still to come.
@@ -81,6 +82,7 @@ def _copy(fleet, facts, c, r, oracle):
     server["explicit"] = 0
     server["exact"] = 0
     server["fresh"] = 0
+    server["oldest"] = server["newest"] = -1
     server["speed"] = server["configured_speed"]
     phase[:] = 0
     count = 0
@@ -97,6 +99,7 @@ def _copy(fleet, facts, c, r, oracle):
         numbers[count] = n
         slots[SLOT_REQUEST, i] = count
         request = ghosts[count]
+        request["older"] = request["newer"] = -1
         if i < decodes:
             request["processed"] = slots[SLOT_OFFSET, i] + server["tick"]
         _predict(fleet, c, oracle, facts, n, request)
@@ -105,15 +108,25 @@ def _copy(fleet, facts, c, r, oracle):
         count += 1
     if server["busy"]:
         server["fresh"] = 0  # allocated when the running iteration was formed
-    n = server["queue_head"] if server["queue_len"] > 0 else -1
-    server["queue_len"] = 0
-    while n >= 0:
-        ghosts[count] = requests[n]
-        numbers[count] = n
-        _predict(fleet, c, oracle, facts, n, ghosts[count])
-        batching.enqueue(server, ghosts, count)
-        n = requests[n]["next"]
+    # A list has no children; of a heap, ``numbers`` is the list of what is still to be visited.
+    first = count
+    if server["queue_len"] > 0:
+        numbers[count] = server["queue_head"]
         count += 1
+    server["queue_len"] = 0
+    while first < count:
+        n = numbers[first]
+        ghosts[first] = requests[n]
+        ghosts[first]["older"] = ghosts[first]["newer"] = -1
+        _predict(fleet, c, oracle, facts, n, ghosts[first])
+        batching.enqueue(server, ghosts, first)
+        if requests[n]["next"] >= 0:
+            numbers[count] = requests[n]["next"]
+            count += 1
+        if server["ordered"] and requests[n]["child"] >= 0:
+            numbers[count] = requests[n]["child"]
+            count += 1
+        first += 1
     return count
 
 
@@ -145,6 +158,9 @@ def _add_newcomer(fleet, facts, c, r, oracle, count):
     ghosts[count]["believed"] = fleet.replicas_view[c, r]["cached_tokens"]
     output = _predicted(fleet, c, oracle, facts, n)
     ghosts[count]["output"] = _within_memory(fleet.ghost[c, 0], ghosts[count]["prompt"], output)
+    ghosts[count]["priority"] = request_priority(
+        fleet.clusters[c]["order"], fleet.requests_view[c], fleet.replicas_view[c, r]
+    )
     now = fleet.clusters[c]["now"]
     servers.receive(fleet.ghost[c, 0], ghosts, fleet.costs[c, r], count, now)
 

@@ -27,10 +27,11 @@ def form(server, slots, phase, kv, requests, content, cost, now):
     """Start the next iteration at ``now`` (s). False if no batch can be formed."""
     preemptions = server["preemptions"]
     server["tokens"] = 0
-    for _ in range(2):
+    while True:
+        before = server["preemptions"]
         _form_batch(server, slots, phase, kv, requests, content, now)
         # If all were evicted, the queue can be served at once; Vidur waits for an arrival.
-        if server["tokens"] > 0 or server["preemptions"] == preemptions or server["compat"]:
+        if server["tokens"] > 0 or server["preemptions"] == before or server["compat"]:
             break
     if server["tokens"] == 0:
         server["ready_at"] = np.inf
@@ -54,6 +55,8 @@ def _form_batch(server, slots, phase, kv, requests, content, now):
     server["work"] = 0.0
     server["batched"] = 0
     server["decoding"] = 0
+    server["parked"] = 0
+    server["parked_context"] = 0
     scheduler = server["scheduler"]
     if scheduler == SARATHI:
         _form_sarathi(server, slots, phase, kv, requests, content, now)
@@ -81,9 +84,8 @@ def stretch_end(server, cost, steps):
     """End, in s, of the first ``steps`` iterations of the current stretch."""
     divisor = server["speed"]
     if steps == 1:
-        seconds = iteration_s(
-            cost, server["tokens"], server["context"] * server["decoding"], server["work"], divisor
-        )
+        context = (server["context"] - server["parked_context"]) * server["decoding"]
+        seconds = iteration_s(cost, server["tokens"], context, server["work"], divisor)
         return server["start"] + seconds
     context = steps * server["context"] + server["n_decodes"] * (steps * (steps - 1) // 2)
     ms = steps * token_ms(cost, server["tokens"]) + cost["per_context_ms"] * context
@@ -117,9 +119,10 @@ def interrupt(server, cost, now):
 
 @inner
 def _decodes_take_part(server):
-    server["decoding"] = 1 if server["n_decodes"] > 0 else 0
-    server["tokens"] = server["n_decodes"]
-    server["batched"] = server["n_decodes"]
+    active = server["n_decodes"] - server["parked"]
+    server["decoding"] = 1 if active > 0 else 0
+    server["tokens"] = active
+    server["batched"] = active
 
 
 @inner
@@ -234,52 +237,70 @@ def _form_vllm(server, slots, phase, kv, requests, content, now):
 def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
     """Form a vllm_v1 batch: running requests, then new ones unless a request was evicted."""
     preemptions = server["preemptions"]
+    all_served = True
     if server["explicit"]:
         if server["n_decodes"] > 0 and server["tick"] >= server["next_event"]:
-            _grow_decodes(server, slots, phase, kv, requests, content)
+            all_served = _grow_decodes(server, slots, phase, kv, requests, content)
     else:
         due = server["fresh"] + phase[server["tick"] % server["block_size"]]
         if due <= server["free_blocks"]:
             server["free_blocks"] -= due
+            server["fresh"] = 0
         else:
-            _squeeze_decodes(server, slots, phase, kv, requests, content)
-        server["fresh"] = 0
+            all_served = _squeeze_decodes(server, slots, phase, kv, requests, content)
     _decodes_take_part(server)
     budget = server["chunk_size"] - server["tokens"]
-    if server["n_slots"] > server["n_decodes"]:
+    if server["n_slots"] > server["n_decodes"] and all_served:
         i = server["n_slots"] - 1
         request = requests[slots[SLOT_REQUEST, i]]
         chunk = min(request["prompt"] - request["processed"], budget)
-        if _grow_prefill(server, slots, kv, requests, content, i, chunk):
+        grown = _grow_prefill(server, slots, kv, requests, content, i, chunk)
+        while not grown:
+            served = server["n_decodes"]
+            if batching.preempt_one(server, slots, phase, kv, requests, content, served) == i:
+                break
+            i -= 1
+            grown = _grow_prefill(server, slots, kv, requests, content, i, chunk)
+        _decodes_take_part(server)  # some of them may have been preempted
+        if grown:
             slots[SLOT_CHUNK, i] = chunk
             _add_chunk(server, request["processed"], chunk)
             budget -= chunk
-        else:
-            batching.preempt_last(server, slots, phase, kv, requests, content)
     if server["preemptions"] == preemptions:
         _admit_vllm_v1(server, slots, kv, requests, content, budget, now)
 
 
 @inner
 def _squeeze_decodes(server, slots, phase, kv, requests, content):
-    """Serve decode by decode when counted blocks run short, evicting the last request as needed."""
+    """Serve decode by decode when counted blocks run short, preempting requests as needed.
+
+    False: one had to preempt itself, and those behind it are parked.
+    """
     i = 0
     while i < server["n_decodes"]:
         request = requests[slots[SLOT_REQUEST, i]]
         processed = slots[SLOT_OFFSET, i] + server["tick"]
         held = batching.decode_blocks(server, request["prompt"], processed)
         need = ceil_div(processed + 1, server["block_size"]) - held
-        while need > server["free_blocks"] and i < server["n_slots"]:
-            batching.preempt_last(server, slots, phase, kv, requests, content)
-        if i >= server["n_slots"]:
-            break
+        while need > server["free_blocks"]:
+            victim = batching.preempt_one(server, slots, phase, kv, requests, content, i)
+            if victim == i:
+                batching.park(server, slots, requests, i)
+                return False
+            if victim < i:
+                i -= 1
         server["free_blocks"] -= need
         i += 1
+    server["fresh"] = 0
+    return True
 
 
 @inner
 def _grow_decodes(server, slots, phase, kv, requests, content):
-    """Serve the decodes that need or fill a block at this tick, in explicit mode."""
+    """Serve the decodes that need or fill a block at this tick, in explicit mode.
+
+    False: one had to preempt itself, and those behind it are parked.
+    """
     tick = server["tick"]
     size = server["block_size"]
     next_event = batching.NO_TICK
@@ -294,10 +315,13 @@ def _grow_decodes(server, slots, phase, kv, requests, content):
         after = slots[SLOT_OFFSET, i] + tick + 1
         missing = after - request["blocks"] * size  # tokens beyond what is held
         need = ceil_div(missing, size) if missing > 0 else 0
-        while need > server["free_blocks"] and i < server["n_slots"]:
-            batching.preempt_last(server, slots, phase, kv, requests, content)
-        if i >= server["n_slots"]:
-            break
+        while need > server["free_blocks"]:
+            victim = batching.preempt_one(server, slots, phase, kv, requests, content, i)
+            if victim == i:
+                batching.park(server, slots, requests, i)
+                return False
+            if victim < i:
+                i -= 1
         if need > 0:
             count = min(need + server["extra_blocks"], server["free_blocks"])
             batching.take_blocks(server, kv, request, count)
@@ -308,6 +332,7 @@ def _grow_decodes(server, slots, phase, kv, requests, content):
         next_event = min(next_event, event)
         i += 1
     server["next_event"] = next_event
+    return True
 
 
 @inner

@@ -42,8 +42,10 @@ def _end_iteration(server, slots, phase, kv, requests, notices):
         if steps > 1 and not server["explicit"]:
             due = batching.blocks_due(server, phase, server["tick"] + 1, steps - 1)
             server["free_blocks"] -= due
-        server["context"] += decodes * steps
+        server["context"] += (decodes - server["parked"]) * steps
         server["tick"] += steps
+        if server["parked"] > 0:
+            batching.unpark(server, slots, phase)
         if server["tick"] >= server["next_finish"]:
             batching.retire_decodes(server, slots, phase, kv, requests, end, notices)
     if server["n_slots"] > server["n_decodes"]:
@@ -61,7 +63,8 @@ def _count_iterations(server, steps, seconds):
     server["sum_batched"] += steps * server["batched"]
     if server["decoding"]:
         decodes = server["n_decodes"]
-        server["sum_context"] += steps * server["context"] + decodes * (steps * (steps - 1) // 2)
+        context = server["context"] - server["parked_context"]
+        server["sum_context"] += steps * context + decodes * (steps * (steps - 1) // 2)
 
 
 @inner
@@ -78,6 +81,8 @@ def receive(server, requests, cost, r, now):
     request["sent"] = now
     server["requests"] += 1
     batching.enqueue(server, requests, r)
+    if server["ordered"]:
+        batching.note_sent(server, requests, r)
     if server["busy"]:
         schedulers.interrupt(server, cost, now)
     elif server["ready_at"] == np.inf:
@@ -115,8 +120,11 @@ def answering_context(server, cost, now):
 def oldest_sent(server, slots, requests):
     """When the oldest request without a first token was sent, s; inf: there is none.
 
-    Prompts are prefilled in the order they were sent, and the queue behind them is in that order.
+    Prompts are prefilled in the order they were sent, and the queue behind them is in that order,
+    unless the server goes by priority.
     """
+    if server["ordered"]:
+        return requests[server["oldest"]]["sent"] if server["oldest"] >= 0 else np.inf
     oldest = np.inf
     for i in range(server["n_decodes"], server["n_slots"]):
         request = requests[slots[SLOT_REQUEST, i]]
@@ -142,7 +150,14 @@ def die(server, slots, phase, kv, requests, facts, cost, now):
         ended = schedulers.steps_ended(server, cost, now)
         server["work"] = 0.0
         _count_iterations(server, ended, now - server["start"])
-    here = server["queue_head"] if server["queue_len"] > 0 else -1
+    here = -1
+    if server["ordered"]:
+        while server["queue_len"] > 0:
+            r = batching.dequeue(server, requests)
+            requests[r]["next"] = here
+            here = r
+    elif server["queue_len"] > 0:
+        here = server["queue_head"]
     for i in range(server["n_slots"]):
         r = slots[SLOT_REQUEST, i]
         requests[r]["next"] = here
@@ -183,8 +198,12 @@ def empty(server, phase, kv):
     server["queue_head"] = -1
     server["queue_tail"] = -1
     server["queue_len"] = 0
+    server["oldest"] = -1
+    server["newest"] = -1
     server["n_slots"] = 0
     server["n_decodes"] = 0
+    server["parked"] = 0
+    server["parked_context"] = 0
     server["context"] = 0
     server["preempted_context"] = 0
     server["next_finish"] = batching.NO_TICK

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
-from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, decide
+from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, decide, order_of
 from tailrace.sim import engine as kernel
 from tailrace.sim.build import build_fleet, build_tables, why_not_compiled
 from tailrace.sim.feasibility import check_cluster, check_requests
@@ -25,6 +25,7 @@ from tailrace.sim.types import (
     Tables,
 )
 from tailrace.view.devices import resolved
+from tailrace.view.ordering import order_row
 from tailrace.view.records import View
 from tailrace.workload.table import RequestTable
 
@@ -52,6 +53,7 @@ def simulate(
 ) -> SimResult:
     """Route a whole table with one policy; ``progress`` gets the requests settled so far."""
     chosen = registry.get(policy) if isinstance(policy, str) else policy
+    cluster = cluster.served_by(order=order_of(chosen) is not None)
     world: Any = {"router": router, "engine": engine, "events": events, "seed": seed}
     if uses_reference(cluster, engine):
         return ReferenceEngine(cluster, table, **world).run(chosen, record_batches=record_batches)
@@ -194,6 +196,7 @@ class Simulation:
 
     def run(self, policy: Policy, progress: Progress | None = None) -> None:
         """Route all remaining requests with one policy."""
+        self._fleet.clusters["order"] = order_row(order_of(policy))
         if isinstance(policy, BuiltinPolicy):
             self._run_builtin(policy, progress)
         else:

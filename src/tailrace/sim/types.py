@@ -10,6 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.view.ordering import ORDER
+
 SARATHI, VLLM, VLLM_V1 = 0, 1, 2
 SCHEDULER_CODES = {"sarathi": SARATHI, "vllm": VLLM, "vllm_v1": VLLM_V1}
 
@@ -30,6 +32,7 @@ SERVER = np.dtype(
         ("configured_speed", "f8"),
         ("compat", "i8"),  # 1: with Vidur's defects
         ("exact", "i8"),  # 1: no fast-forward
+        ("ordered", "i8"),  # 1: serves by priority (vllm_v1), else first come, first served
         # time
         ("speed", "f8"),
         ("busy", "i8"),  # 1: an iteration is running
@@ -42,8 +45,10 @@ SERVER = np.dtype(
         ("tokens", "i8"),  # T
         ("work", "f8"),  # W
         ("batched", "i8"),  # requests in the batch
+        ("parked", "i8"),  # decodes, the last of them, that sit this iteration out (by priority)
+        ("parked_context", "i8"),  # tokens they have processed
         # requests
-        ("queue_head", "i8"),  # waiting requests, linked by REQUEST_STATE.next; -1: none
+        ("queue_head", "i8"),  # first of the waiting requests, see batching.py; -1: none
         ("queue_tail", "i8"),
         ("queue_len", "i8"),
         ("n_slots", "i8"),  # requests that hold blocks
@@ -57,6 +62,8 @@ SERVER = np.dtype(
         ("extents_fresh", "i8"),  # extents used so far; those beyond need no clearing
         ("extents_spare", "i8"),  # first extent given back, linked by EXTENT.next; 0: none
         ("preempted_context", "i8"),  # tokens of answering requests that were preempted
+        ("oldest", "i8"),  # by priority: requests without a first token as sent, -1: none
+        ("newest", "i8"),
         # totals
         ("requests", "i8"),
         ("iterations", "i8"),
@@ -90,11 +97,15 @@ REQUEST_STATE = np.dtype(
         ("first", "f8"),
         ("done", "f8"),
         ("deadline", "f8"),  # for the first token; see cost_accounts.py
+        ("priority", "i8"),  # at its server, lower goes first
         ("prompt", "i4"),  # tokens to prefill; grows when it is preempted
         ("output", "i4"),  # tokens to decode, shrinks likewise
         ("processed", "i4"),  # valid outside the decode slots
         ("blocks", "i4"),  # held, explicit blocks only
         ("next", "i4"),  # in the waiting queue
+        ("child", "i4"),  # the same, by priority: its first child in the heap
+        ("older", "i4"),  # by priority: neighbours as sent among those without a first token
+        ("newer", "i4"),
         ("replica", "i4"),
         ("status", "i4"),
         ("restarts", "i4"),
@@ -106,6 +117,7 @@ REQUEST_STATE = np.dtype(
         ("early", "i4"),  # neighbours by deadline among those without a first token
         ("late", "i4"),
         ("overdue", "i4"),  # 1: counted as past its deadline
+        ("reserved", "i4"),
     ]
 )
 
@@ -147,6 +159,7 @@ CLUSTER = np.dtype(
         ("static_prediction", "i8"),  # 1: predicted outputs come from the table
         ("batch_count", "i8"),  # recorded iterations in Fleet.batches
         ("news_count", "i8"),  # recorded news in Fleet.news
+        ("order", ORDER),  # by which requests get their priorities
         ("view_context", "i8"),  # 1: fill the view's context_tokens and moving averages
         ("view_prefix", "i8"),  # 1: fill the view's cached_tokens of all replicas
         ("stuck", "i8"),  # 1: some replica has work but can form no batch

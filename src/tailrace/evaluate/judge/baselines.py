@@ -24,12 +24,20 @@ def contender(name: str, scenario: Scenario, role: Role | None = None) -> Conten
     """Return the contender of a name; raises if there is none or it cannot run the scenario."""
     spec, natural = _resolve(name)
     policy_for(scenario, spec)
-    label = Path(name).stem if name.endswith((SUFFIX, ".py")) else name
+    base, suffix = registry.split_order(name)
+    label = Path(base).stem + suffix if base.endswith((SUFFIX, ".py")) else name
     return Contender(label, spec, role or natural, fingerprint(spec, scenario))
 
 
 def _resolve(name: str) -> tuple[str, Role]:
     """What the registry knows a name by, and its part in an evaluation if none is given."""
+    base, suffix = registry.split_order(name)
+    if suffix:
+        spec, role = _resolve(base)
+        if suffix.endswith(shipped.TUNED_SUFFIX):
+            rule = base + registry.ORDER_SUFFIX
+            suffix = shipped.spec_of(rule, shipped.constants_of(rule)).removeprefix(base)
+        return spec + suffix, role
     if name.endswith(shipped.TUNED_SUFFIX):
         rule = name.removesuffix(shipped.TUNED_SUFFIX)
         return shipped.spec_of(rule, shipped.constants_of(rule)), Role.TUNED
@@ -46,7 +54,10 @@ def _resolve(name: str) -> tuple[str, Role]:
 def fingerprint(spec: str, scenario: Scenario) -> str:
     """Return a digest of all a policy decides by: constants, weights, or the text of its file."""
     policy = policy_for(scenario, spec)
-    if isinstance(policy, BuiltinPolicy) and not isinstance(policy, LearnedPolicy):
+    base, _ = registry.split_order(spec)
+    if policy.order is not None:
+        text = f"{fingerprint(base, scenario)} {policy.order}".encode()
+    elif isinstance(policy, BuiltinPolicy) and not isinstance(policy, LearnedPolicy):
         rule = policy.rule
         text = f"{rule.name} {rule.version} {policy.params.tolist()}".encode()
     else:

@@ -26,6 +26,7 @@ from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.observation import REPLICA_FEATURES
 from tailrace.seeds import Purpose, generator, require
+from tailrace.view.ordering import Order
 
 Array = NDArray[np.float64]
 #: Turns numbers into a policy; must stand at the top of a module, so that workers find it.
@@ -101,6 +102,10 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 }
 
 
+#: Weight of an order (``RULE+order``), in s per s of prefill.
+ORDER_KNOB = Knob("w", 0.5, 200)
+
+
 @dataclass(frozen=True)
 class Tuned:
     """The best constants found for a rule."""
@@ -139,6 +144,13 @@ def rule_of(name: str, constants: Array) -> Policy:
     return registry.get(name, **values)
 
 
+def ordered_rule(name: str, weights: Array) -> Policy:
+    """Return a policy with its order's weight set; 0: as it is, without an order."""
+    base, _ = registry.split_order(name)
+    policy = registry.get(base)
+    return registry.with_order(policy, Order(w=float(weights[0]))) if weights[0] > 0 else policy
+
+
 def reference_rule(constants: Array) -> Policy:
     """Return the rule that scores are relative to."""
     del constants
@@ -171,7 +183,14 @@ class TuningObjective:
 
 
 def tune_rule(name: str, objective: TuningObjective, budget: int = BUDGET) -> Tuned:
-    """Tune the constants of a rule; those it comes with are among the candidates."""
+    """Tune the constants of a rule; those it comes with are among the candidates.
+
+    Of a name with ``+order`` (any policy) the order's weight w; none at all is a candidate.
+    """
+    if registry.split_order(name)[1]:
+        tried = np.array([0.0, *map(ORDER_KNOB.value, np.linspace(0, 1, GRID))])[:, None]
+        scores = objective.scores(partial(ordered_rule, name), tried)
+        return _best((ORDER_KNOB,), tried, scores, "grid")
     if name not in KNOBS:
         raise unknown_name("rule with constants to tune", name, KNOBS)
     knobs = KNOBS[name]
@@ -194,13 +213,18 @@ def tune_rule(name: str, objective: TuningObjective, budget: int = BUDGET) -> Tu
             found = objective.scores(make, values(shares))
             search.tell(shares, found)
             tried, scores = np.vstack([tried, values(shares)]), np.append(scores, found)
+    return _best(knobs, tried, scores, "grid" if len(knobs) == 1 else "CMA-ES")
+
+
+def _best(knobs: Sequence[Knob], tried: Array, scores: Array, method: str) -> Tuned:
+    """Return the best of the candidates [C, d]; the first are the constants it comes with."""
     best = int(np.argmin(scores))
     return Tuned(
         dict(zip((k.name for k in knobs), tried[best].tolist(), strict=True)),
         float(scores[best]),
         float(scores[0]),
         len(tried),
-        "grid" if len(knobs) == 1 else "CMA-ES",
+        method,
     )
 
 

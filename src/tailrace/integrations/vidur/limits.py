@@ -42,7 +42,8 @@ def nearest(scenario: Scenario) -> tuple[Scenario, list[str]]:
     kinds = []
     for kind in scenario.cluster.replicas:
         if kind.scheduler == "vllm_v1":
-            kinds.append(kind.model_copy(update={"scheduler": "sarathi", "prefix_caching": False}))
+            other = {"scheduler": "sarathi", "scheduling_policy": "auto", "prefix_caching": False}
+            kinds.append(kind.model_copy(update=other))
         else:
             kinds.append(kind)
     cluster = Cluster(replicas=tuple(kinds))

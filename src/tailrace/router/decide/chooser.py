@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
-from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores
+from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores, order_of
 from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.router.decide.reasons import phrase
@@ -35,8 +35,10 @@ from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.server_speeds import speed_of
 from tailrace.router.state.shared_state import memory_of
+from tailrace.view.ordering import Order, priority_number
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA
+from tailrace.workload.table import DEFAULT_TTFT_SLO_S
 
 __all__ = ["Chooser", "ChooserSettings", "Decision"]
 
@@ -101,6 +103,7 @@ class _Role(NamedTuple):
     guard: NDArray[np.float64]  # the fallback rule's parameters and the trained range, see k.judge
     record: NDArray[np.void]  # [1] DECISION
     buffer: memoryview  # its bytes
+    order: Order | None  # by which servers are told priorities
 
 
 class Chooser:
@@ -194,7 +197,8 @@ class Chooser:
         record["guard_ratio"] = settings.guard_ratio if guarded and settings.guard else _UNLIMITED
         record["guard_s"] = settings.guard_s
         record["bounds_at"] = fallback.params.size
-        return _Role(policy, row, code, params, guard, record, memory_of(record.view(np.uint8)))
+        buffer = memory_of(record.view(np.uint8))
+        return _Role(policy, row, code, params, guard, record, buffer, order_of(policy))
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -256,9 +260,20 @@ class Chooser:
             chosen, role.policy.name, scores[used].copy(), runner_up,
             phrase(reason, ours, theirs), fell_back, None, 0.0, cached, ttft_s,
         )  # fmt: skip
+        if role.order is not None:
+            decision.priority = self._priority(role.order, arrival, decision, now)
         if self._shadow is not None:
             self._ask_shadow(self._shadow, decision)
         return decision
+
+    def _priority(self, order: Order, arrival: Arrival, decision: Decision, now: float) -> int:
+        """Return a priority for the chosen server, by Unix time: the same for all routers."""
+        rate = float(self.cluster.seen["prefill_tokens_per_s"][decision.replica])
+        work_s = (arrival.prompt_tokens - decision.cached) / max(rate, 1.0)
+        asked = arrival.asked
+        target_s = DEFAULT_TTFT_SLO_S if asked.ttft_slo_s is None else asked.ttft_slo_s
+        arrived = time.time() - (now - arrival.arrived_at)
+        return priority_number(order, arrived, work_s, target_s, -asked.priority)
 
     def _took_long(self, role: _Role, arrival: Arrival) -> None:
         """Decide again, and let the rule decide if it is the policy that takes so long.

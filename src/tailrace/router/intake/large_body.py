@@ -351,6 +351,7 @@ def read_large(kind: str, headers: Mapping[bytes, bytes], body: bytes) -> Reques
         )
     request = RequestBody(kind)
     read_fields(request, _fields(body, places))
+    request.names_priority = b"priority" in places
     _read_prompt(request, b, places)
     read_headers(request, headers)
     return request

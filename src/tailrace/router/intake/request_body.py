@@ -90,6 +90,8 @@ class RequestBody:
     """Id of the response that it continues; only the server that gave it knows it."""
     data: NDArray[np.uint8] | None = None
     """Instead of ``text`` and for a moment only: its bytes, in which ``answer`` counts then."""
+    names_priority: bool = False
+    """Whether the body itself has a ``priority``, whatever its value."""
     ids: int = 0
     """Token ids that ``data`` holds, four bytes each; 0: it holds text."""
 
@@ -104,7 +106,7 @@ class RequestBody:
         return RequestBody(
             self.kind, self.model, None, None, self.prompts, self.max_tokens, self.streams,
             self.session, self.priority, self.ttft_slo_s, None, self.has_media, self.salt,
-            self.previous,
+            self.previous, names_priority=self.names_priority,
         )  # fmt: skip
 
 
@@ -205,7 +207,9 @@ def _read_body(request: RequestBody, data: dict[str, Any]) -> None:
 
 
 def _read_rare(request: RequestBody, data: dict[str, Any]) -> None:
-    request.priority = _priority(data.get("priority"))
+    if "priority" in data:
+        request.names_priority = True
+        request.priority = _priority(data["priority"])
     for field in _SESSION_FIELDS:
         value = data.get(field)
         if type(value) is dict:

@@ -346,6 +346,8 @@ class DecisionLog:
             "session": self._session(attempt),
             "turn": arrival.turn,
         }
+        if decision.priority is not None:
+            record["server_priority"] = decision.priority
         if self.settings.content:
             runs = arrival.runs
             count = runs.keys.size

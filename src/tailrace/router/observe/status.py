@@ -153,6 +153,7 @@ def _replicas(telemetry: Telemetry, snapshot: RouterSnapshot) -> list[dict[str, 
             "warming": b.warming,
             "in_flight": b.in_flight,
             "limit": b.limit,
+            "takes_priorities": b.takes_priorities,
             "queued": b.queued,
             "waiting": b.waiting,
             "running": b.running,
@@ -184,6 +185,7 @@ def _recent(telemetry: Telemetry, snapshot: RouterSnapshot) -> list[dict[str, An
             "shadow": _name(names, decision.shadow),
             "cached_tokens": decision.cached,
             "predicted_ttft_s": decision.ttft_s,
+            "priority": decision.priority,
             "took_s": decision.took_s,
             "scores": [
                 {"replica": _name(names, r), "score": float(decision.scores[r])}

@@ -57,6 +57,8 @@ class Backend:
         """Requests in flight."""
         self.limit = self.health.max_in_flight
         """Most requests at once, for now."""
+        self.takes_priorities = backend.takes_priorities
+        """Whether it serves by the priority in a request's body."""
         self.heard_at = -math.inf
         """When the last piece of a response came, s of the coarse clock."""
         self.paused_until = -math.inf
@@ -95,6 +97,7 @@ class Backend:
     def set_up(self, backend: BackendSettings, settings: ServeSettings) -> None:
         """Go by other settings; what has happened so far still counts."""
         self.settings, self.label = backend, backend.label
+        self.takes_priorities = backend.takes_priorities
         self.label_bytes = backend.label.encode("ascii", "replace")
         limit = backend.max_in_flight or settings.admission.max_in_flight
         self.health.max_in_flight = limit or NO_LIMIT
@@ -432,6 +435,7 @@ class Backends:
             ledger_in_flight=int(view["in_flight"]),
             queued=int(view["queued"]),
             limit=backend.limit if 0 < backend.limit < NO_LIMIT else None,
+            takes_priorities=backend.takes_priorities,
             connections=backend.pool.open,
             waiting=metrics.waiting if metrics else None,
             running=metrics.running if metrics else None,

@@ -15,6 +15,8 @@ from tailrace.net.heads import ResponseHead
 from tailrace.net.server import HttpRequest
 from tailrace.router.access.keyring import Client
 from tailrace.router.decide.chooser import Decision
+from tailrace.router.intake import priority_field
+from tailrace.router.intake.priority_field import SplicedBody
 from tailrace.router.observe.decision_log import DecisionLog
 from tailrace.router.observe.events import EventSink
 from tailrace.router.proxy import errors, response_headers
@@ -234,6 +236,8 @@ class Exchange:
                     break
                 tried = [*tried, backend]  # another worker was faster
             self.decision = decision
+            if decision.priority is not None and not self._told(backend, arrival):
+                decision.priority = None
         client = self._client
         if client is not None and not self._attempts and (self._queued or context.queue.items):
             # While nobody waits there is nothing to share.
@@ -301,9 +305,36 @@ class Exchange:
         self._connection = connection
         # A client's key is for this router only.
         keys = self._client is None
-        head = backend.pool.request_head(request.head, len(request.body), self.id, keys=keys)
-        connection.send(self, request.head.method, head, request.body)
+        body = request.body
+        spliced = None
+        if self.decision is not None and self.decision.priority is not None:
+            spliced = self._with_priority(body, self.decision.priority)
+        size = len(body) if spliced is None else spliced.length(body)
+        head = backend.pool.request_head(request.head, size, self.id, keys=keys)
+        if spliced is None:
+            connection.send(self, request.head.method, head, body)
+        else:
+            rest = memoryview(body)[spliced.rest_at :]
+            connection.send(self, request.head.method, head + spliced.start, rest)
         return True
+
+    def _told(self, backend: Backend, arrival: Arrival) -> bool:
+        """Whether a backend is told the router's priority for a request."""
+        if not backend.takes_priorities or self._kind not in priority_field.KINDS:
+            return False
+        return not arrival.asked.names_priority or self._context.settings.admission.replace_priority
+
+    def _with_priority(self, body: bytes, priority: int) -> SplicedBody | None:
+        arrival, decision = self.arrival, self.decision
+        assert arrival is not None
+        assert decision is not None
+        splice = priority_field.spliced
+        if arrival.asked.names_priority:
+            splice = priority_field.replaced
+        spliced = splice(body, priority)
+        if spliced is None:
+            decision.priority = None
+        return spliced
 
     def failed(self, why: str, *, connecting: bool) -> None:
         """The backend failed before its response was complete."""

@@ -32,7 +32,7 @@ def headers(
         backend.label_bytes,
         _VALUES.get(decision.policy) or _header_value(decision.policy),
         _VALUES.get(decision.reason) or _header_value(decision.reason),
-    )
+    ) + (b"" if decision.priority is None else b"x-tailrace-priority: %d\r\n" % decision.priority)
 
 
 def _header_value(text: str) -> bytes:

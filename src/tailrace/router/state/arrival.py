@@ -35,6 +35,8 @@ class Decision:
     """Predicted time to first token on the replica, by the cost model."""
     shadow_ttft_s: float | None = None
     """How much later the first token is predicted at the shadow's choice; negative: earlier."""
+    priority: int | None = None
+    """Priority that the server is told, lower first; None: it is told none."""
 
 
 class Arrival:

@@ -63,7 +63,11 @@ class Sarathi(CountingScheduler):
 
 
 class VllmV1(Scheduler):
-    """Running requests first, in order of admission, then new ones; blocks taken chunk by chunk."""
+    """Running requests first, in order of admission, then new ones; blocks taken chunk by chunk.
+
+    The queue is in the order of arrival, or by priority: then the least urgent running request is
+    preempted when memory runs out, instead of the one admitted last.
+    """
 
     memory: BlockPool
 
@@ -74,6 +78,7 @@ class VllmV1(Scheduler):
         self.memory = BlockPool(
             config.num_blocks, config.block_size, extra_blocks, config.prefix_caching
         )
+        self._by_priority = config.scheduling_policy == "priority"
         self._content = content
         self._admitted: list[Request] = []
         self._hits: dict[int, int] = {}
@@ -84,12 +89,16 @@ class VllmV1(Scheduler):
         return self._admitted
 
     def add(self, request: Request) -> None:
-        """Insert a new request; the queue is ordered by (time, id)."""
+        """Insert a new request; the queue is ordered by (time, id), by priority before that."""
         self.requeue(request)
 
     def requeue(self, request: Request) -> None:
         """Put a preempted request back to its place in the queue."""
-        bisect.insort(self.waiting, request, key=lambda r: (r.queued_s, r.id))
+        bisect.insort(self.waiting, request, key=self._place)
+
+    def _place(self, request: Request) -> tuple[int, float, int]:
+        priority = request.priority if self._by_priority else 0
+        return priority, request.queued_s, request.id
 
     def cached_tokens(self, request: Request) -> int:
         """Prompt tokens found in the prefix cache, the last block included."""
@@ -108,7 +117,14 @@ class VllmV1(Scheduler):
         while len(requests) < len(self._admitted) and budget > 0:
             request = self._admitted[len(requests)]
             chunk = request.next_tokens(budget)
-            if not self._make_room(request, chunk):
+            preempted: list[Request] = []
+            has_room = self._make_room(request, chunk, preempted)
+            for victim in preempted:
+                if victim in requests:  # what it was given goes back
+                    at = requests.index(victim)
+                    del requests[at]
+                    budget += tokens.pop(at)
+            if not has_room:
                 break
             requests.append(request)
             tokens.append(chunk)
@@ -126,12 +142,16 @@ class VllmV1(Scheduler):
                 self._content.forget(request.id, self.config.block_size)
         self._admitted = [request for request in self._admitted if not request.finished]
 
-    def _make_room(self, request: Request, tokens: int) -> bool:
-        """Get blocks for a running request, preempting from the back; False: it went too."""
+    def _make_room(self, request: Request, tokens: int, preempted: list[Request]) -> bool:
+        """Get blocks for a running request, preempting others; False: it went too."""
         names = self._names(request)
         while not self.memory.grow(request.id, names, request.processed, tokens):
-            victim = self._admitted.pop()
+            victim = self._admitted[-1]
+            if self._by_priority:
+                victim = max(self._admitted, key=lambda r: (r.priority, r.queued_s))
+            self._admitted.remove(victim)
             self.preempt(victim)
+            preempted.append(victim)
             if victim is request:
                 return False
         return True

@@ -191,6 +191,7 @@ class ReferenceRun:
             output=int(row["output_tokens"]),
             arrived_s=float(self.results["arrived_s"][request_id]),
             queued_s=now,
+            priority=-int(row["priority"]),
         )
 
     def _begin_batch(self, server: Server, batch: Batch, now: float) -> None:

@@ -27,6 +27,8 @@ class Request:
     generated: int = 0
     """Output tokens so far; a preemption does not take them back."""
     restarts: int = 0
+    priority: int = 0
+    """Lower goes first, on servers that go by it."""
 
     @property
     def total(self) -> int:

@@ -6,12 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.config import Replica, RouterSettings
-from tailrace.policy.base import Policy, call_hook, decide
+from tailrace.policy.base import Policy, call_hook, decide, order_of
 from tailrace.sim.reference.dispatch import Dispatcher
 from tailrace.sim.reference.request import Request
 from tailrace.sim.reference.server import Server
 from tailrace.view import prefix_index
 from tailrace.view.bookkeeper import Bookkeeper, RequestFacts, Sent, table_facts
+from tailrace.view.ordering import order_row, request_priority
 from tailrace.view.replicas import is_caching
 from tailrace.workload.prefix import content_keys
 from tailrace.workload.table import RequestTable
@@ -37,6 +38,7 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
         self._index = prefix_index.new_index(len(replicas), router.index_entries)
         self._run_keys = content_keys(table)
         self._believed: dict[int, int] = {}
+        self._order = order_row(order_of(policy))
 
     def start(self, servers: Sequence[Server]) -> None:
         """Reset the policy."""
@@ -65,6 +67,9 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
         for request in requests:
             facts = self.facts[request.id]
             replica = decide(self.policy, self.show(facts, request.arrived_s, now))
+            request.priority = int(
+                request_priority(self._order, self.request_view, self.views[replica])
+            )
             sent = self.record_sent(replica, request, facts)
             self._believed[request.id] = sent.cached
             self._index_content(replica, request.id, 0, now)

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 
 from tailrace import scenario as scenarios
-from tailrace.config import Scenario
+from tailrace.config import Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.explain.explain_state import StateExplanation, explain_state
 from tailrace.evaluate.explain.inspect import learned
@@ -24,6 +24,7 @@ from tailrace.evaluate.explain.state_file import State
 from tailrace.evaluate.explain.state_file import read as read_state
 from tailrace.evaluate.judge import baselines, results, suite
 from tailrace.evaluate.judge import compare as comparisons
+from tailrace.evaluate.judge.recorded import scenarios_of
 from tailrace.evaluate.measure.cells import Measure
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.request_results import request_columns
@@ -34,6 +35,7 @@ from tailrace.policy.base import Policy
 from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.seeds import Purpose, seeds
 from tailrace.sim.result import SimResult
+from tailrace.workload.recorded.conversations import Half
 
 AnyScenario = str | Path | Scenario
 DEFAULT_POLICY = registry.SHIPPED_NAME
@@ -198,10 +200,10 @@ def evaluate(
 ) -> Evaluated:
     """Measure policies against baselines on evaluation seeds, which nothing was chosen on.
 
-    ``scenario`` is a scenario, several, or the name of a suite (``standard``, ``holdout``);
-    ``against`` names policies or groups (all, rules, tuned, learned, look-ahead, none). The best
-    rules are chosen on ``selection_seeds`` tuning seeds. ``folder`` keeps finished cells, to go on
-    from.
+    ``scenario`` is a scenario, several (also those of :func:`recorded`), or the name of a suite
+    (``standard``, ``holdout``); ``against`` names policies or groups (all, rules, tuned, learned,
+    look-ahead, none). The best rules are chosen on ``selection_seeds`` tuning seeds. ``folder``
+    keeps finished cells, to go on from.
     """
     label, worlds = "custom", _worlds(scenario)
     if isinstance(scenario, str) and scenario in suite.suite_names():
@@ -223,6 +225,33 @@ def evaluate(
     )
     with tempfile.TemporaryDirectory(prefix="tailrace-") as own:
         return Evaluated(suite.evaluate(plan, (folder or Path(own)) / "cells", jobs=jobs))
+
+
+def recorded(
+    traces: Path | str,
+    folder: Path | str,
+    *,
+    half: str = "judge",
+    suite_name: str = "real",
+    requests: int | None = None,
+    jobs: int | None = None,
+) -> list[Scenario]:
+    """Return scenarios of recorded traffic: every trace in ``traces`` on the clusters of a suite.
+
+    Conversations are those of one half, "judge" or "train", by a hash of their ids; every seed
+    draws others of them (docs/evaluation.md). Imported files are kept in ``folder``, which the
+    scenarios refer to. The scenarios also serve :class:`~tailrace.learn.worlds.World` in training.
+    """
+    of = suite.load_suite(suite_name)
+    found = scenarios_of(
+        Path(traces),
+        of.clusters,
+        Half(half),
+        Path(folder),
+        requests=requests or of.requests or Workload().requests,
+        jobs=jobs,
+    )
+    return list(found.scenarios)
 
 
 def train(
@@ -268,7 +297,9 @@ def _sized(scenario: AnyScenario, requests: int | None) -> Scenario:
 
 def _worlds(scenario: AnyScenario | Sequence[AnyScenario]) -> list[Scenario]:
     if isinstance(scenario, str) and scenario in suite.suite_names():
-        return [scenarios.load(name) for name in suite.load_suite(scenario).scenarios]
+        return [
+            scenarios.load(name) for name in suite.shipped_scenarios(suite.load_suite(scenario))
+        ]
     if isinstance(scenario, str | Path | Scenario):
         return [load_scenario(scenario)]
     return [load_scenario(one) for one in scenario]

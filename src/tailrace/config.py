@@ -190,7 +190,9 @@ class RouterSettings(Settings):
         return value
 
 
-ArrivalsName = Literal["native", "poisson", "gamma", "mmpp", "diurnal", "onoff", "trace"]
+ArrivalsName = Literal[
+    "native", "poisson", "gamma", "mmpp", "diurnal", "onoff", "trace", "resampled"
+]
 
 
 class Workload(Settings):
@@ -205,7 +207,8 @@ class Workload(Settings):
     load: float | None = Field(default=0.8, gt=0, le=100, allow_inf_nan=False)
     """Fraction of the cluster's measured capacity."""
     arrivals: ArrivalsName = "native"
-    """Arrival process instead of the workload's own."""
+    """Arrival process instead of the workload's own; trace: a file's times as recorded; resampled:
+    conversations of a file, drawn anew for every seed."""
     arrival_cv: float = Field(default=2.0, ge=0.01, le=1000, allow_inf_nan=False)
     """Coefficient of variation of gaps (gamma arrivals, and inside mmpp states)."""
     time_scale: float = Field(default=1.0, ge=1e-6, le=1e6, allow_inf_nan=False)

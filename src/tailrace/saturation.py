@@ -101,7 +101,10 @@ def _measurement(scenario: Scenario, rate: float, seed: int, most: int) -> Scena
 
     def with_requests(per_replica: int) -> Scenario:
         count = min(max(per_replica * scenario.cluster.size, MIN_REQUESTS), most)
-        steady = scenario.with_workload(requests=count, arrivals="poisson")
+        arrivals = scenario.workload.arrivals
+        steady = scenario.with_workload(
+            requests=count, arrivals=arrivals if arrivals == "resampled" else "poisson"
+        )
         return steady.model_copy(update={"events": ()})
 
     short = with_requests(REQUESTS_PER_REPLICA)

@@ -2,7 +2,8 @@
 
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from tailrace.evaluate.judge.suite import EvaluationPlan
 
 DEFAULT_SUITE = "standard"
-DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
+DEFAULT_RANKING_SEEDS = 5
 
 
 @options.command("evaluate")
@@ -27,7 +28,17 @@ DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
 )  # fmt: skip
 @option(
     "--suite", metavar="NAME", shell_complete=names.suites,
-    help=f"Scenarios to run: standard or holdout. [default: {DEFAULT_SUITE}]",
+    help=f"Scenarios to run: standard, holdout, or real (recorded traffic, needs --traces). "
+    f"[default: {DEFAULT_SUITE}]",
+)  # fmt: skip
+@option(
+    "--traces", type=FILE, metavar="FOLDER",
+    help="Recorded traffic for --suite real: a folder of files that `tailrace workload import` "
+    "reads, or one of them.",
+)  # fmt: skip
+@option(
+    "--half", type=click.Choice(["train", "judge"]), default="judge",
+    help="With --traces: which half of the recorded conversations, by a hash of their ids.",
 )  # fmt: skip
 @option(
     "--scenario", "scenario_names", metavar="NAME", multiple=True, shell_complete=names.scenarios,
@@ -40,11 +51,12 @@ DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
 @option(
     "--against", multiple=True, metavar="NAME",
     help="Baselines: all, rules, tuned, learned, look-ahead, none, or a policy; may be repeated. "
-    "[default: all; with --all-checkpoints all but look-ahead; with --scenario the best known]",
+    "[default: all; with --all-checkpoints or --traces all but look-ahead; with --scenario the "
+    "best known]",
 )  # fmt: skip
 @option(
     "--seeds", "seed_count", type=click.IntRange(1, 10_000), metavar="N",
-    help=f"How many seeds. [default: {DEFAULT_SEEDS}; with --all-checkpoints "
+    help=f"How many seeds. [default: 20, for real 12; with --all-checkpoints "
     f"{DEFAULT_RANKING_SEEDS}]",
 )  # fmt: skip
 @option(
@@ -53,8 +65,8 @@ DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
     "since then on others.",
 )  # fmt: skip
 @option(
-    "--selection-seeds", type=click.IntRange(1, 10_000), default=5, metavar="N",
-    help="How many tuning seeds choose the best rules.",
+    "--selection-seeds", type=click.IntRange(1, 10_000), metavar="N",
+    help="How many tuning seeds choose the best rules. [default: 5, for real 3]",
 )  # fmt: skip
 @option(
     "--purpose", type=click.Choice(["evaluation", "tuning"]),
@@ -62,11 +74,11 @@ DEFAULT_SEEDS, DEFAULT_RANKING_SEEDS = 20, 5
 )  # fmt: skip
 @option(
     "--requests", type=click.IntRange(1, 50_000_000), metavar="N",
-    help="Requests of every cell. [default: the scenario's, 10 000 or more]",
+    help="Requests of every cell. [default: the scenario's, 10 000 or more; for real 3 000]",
 )  # fmt: skip
 @option(
-    "--warmup", type=click.FloatRange(0, 1, max_open=True), default=0.1, metavar="SHARE",
-    help="Share of the first requests left out.",
+    "--warmup", type=click.FloatRange(0, 1, max_open=True), metavar="SHARE",
+    help="Share of the first requests left out. [default: 0.1, for real 0.2]",
 )  # fmt: skip
 @option(
     "--ttft-limit-s", type=click.FloatRange(0, 1e9, min_open=True), default=30.0, metavar="SECONDS",
@@ -97,17 +109,23 @@ def command(output: Path | None, jobs: int | None, write_shipped: bool, **given:
     from tailrace.evaluate.judge.suite import evaluate
     from tailrace.terminal.evaluations import print_evaluation
 
-    with console.progress("measuring capacity"):
-        plan = plan_of(**given)
-    with _folder(output) as folder, _interruptible(plan, output) as note:
-        total = sum(batch.size for batch in plan.batches)
-        with console.progress("simulating", total) as update:
+    with ExitStack() as stack:
+        # Made late: a mistake in the options must leave nothing behind.
+        make = cache(lambda: stack.enter_context(_folder(output)))
+        with console.progress("measuring capacity") as update:
+            plan = plan_of(**given, folder=make, jobs=jobs, progress=lambda _: update())
+        folder = make()
+        for note in plan.notes:
+            click.echo(note, err=True)
+        with _interruptible(plan, output) as note_cells:
+            total = sum(batch.size for batch in plan.batches)
+            with console.progress("simulating", total) as update:
 
-            def progress(done: int, kept: int) -> None:
-                note(done, kept)
-                update(done)
+                def progress(done: int, kept: int) -> None:
+                    note_cells(done, kept)
+                    update(done)
 
-            found = evaluate(plan, folder / "cells", jobs=jobs, progress=progress)
+                found = evaluate(plan, folder / "cells", jobs=jobs, progress=progress)
         if output is not None:
             results.write(found, output)
     if write_shipped:
@@ -129,16 +147,27 @@ def plan_of(
     against: tuple[str, ...],
     seed_count: int | None,
     first_seed: int,
-    selection_seeds: int,
+    selection_seeds: int | None,
     purpose: str | None,
     requests: int | None,
-    warmup: float,
+    warmup: float | None,
     ttft_limit_s: float,
+    traces: Path | None = None,
+    half: str = "judge",
+    folder: Callable[[], Path] = Path,
+    jobs: int | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> "EvaluationPlan":
-    """Make a plan of the options; raises before any work is done if they cannot be met."""
+    """Make a plan of the options; raises before any work is done if they cannot be met.
+
+    Recorded traffic is imported into a folder by ``jobs`` processes; ``progress`` gets what is
+    being read.
+    """
     from tailrace.evaluate.judge import baselines, checkpoints
     from tailrace.evaluate.judge import suite as suites
+    from tailrace.evaluate.judge.recorded import Recorded, scenarios_of
     from tailrace.evaluate.measure.cells import Measure
+    from tailrace.workload.recorded.conversations import Half
 
     if suite is not None and scenario_names:
         raise TailraceError("--suite and --scenario both say what to run; give one of the two")
@@ -149,14 +178,26 @@ def plan_of(
     chosen, label = list(scenario_names), "custom"
     if run is not None and suite is None and not chosen:
         chosen, label = checkpoints.run_scenarios(run), f"run {run.name}"
+    usual = suites.Suite(name=label)
     if not chosen:
         label = suite or DEFAULT_SUITE
-        chosen = list(suites.load_suite(label).scenarios)
-    found = suites.load_scenarios(chosen, requests)
+        usual = suites.load_suite(label)
+    if (traces is not None) != usual.is_recorded:
+        raise TailraceError("--suite real and --traces FOLDER belong together; give both")
+    requests = requests or usual.requests
+    if traces is not None:
+        recorded = scenarios_of(
+            traces, usual.clusters, Half(half), folder() / "traces",
+            requests=requests or 3000, jobs=jobs, progress=progress,
+        )  # fmt: skip
+    else:
+        names = chosen or suites.shipped_scenarios(usual)
+        recorded = Recorded(tuple(suites.load_scenarios(names, requests)), (), ())
+    found = recorded.scenarios
     tested = baselines.subjects(policies, found[0]) if run is None or policies else []
     if run is not None:
         tested = [*checkpoints.run_checkpoints(run, found[0]), *tested]
-    against = against or _usual_baselines(run, scenario_names)
+    against = against or _usual_baselines(run is not None or usual.is_recorded, scenario_names)
     everybody = baselines.gathered(tested, baselines.baselines_of(against, found[0]))
     everybody, left_out = suites.without_what_cannot_run(everybody, found)
     if left_out:
@@ -167,25 +208,28 @@ def plan_of(
             "'tailrace'; name one with -p",
             err=True,
         )
-    kind = purpose or ("tuning" if run is not None else "evaluation")
-    count = seed_count or (DEFAULT_SEEDS if run is None else DEFAULT_RANKING_SEEDS)
+    kind = purpose or ("tuning" if run is not None or half == "train" else "evaluation")
+    count = seed_count or (usual.seeds if run is None else DEFAULT_RANKING_SEEDS)
     take = suites.evaluation_seeds if kind == "evaluation" else suites.ranking_seeds
     return suites.EvaluationPlan(
         label,
-        tuple(found),
+        found,
         tuple(everybody),
         tested[0].label if tested and run is None else None,
         take(count, first_seed),
-        suites.selection_seeds(selection_seeds),
-        Measure(warmup, ttft_limit_s),
+        suites.selection_seeds(selection_seeds or usual.selection_seeds),
+        Measure(usual.warmup if warmup is None else warmup, ttft_limit_s),
+        # Nothing may be chosen on the conversations that judge; training's own are free to use.
+        recorded.others if half == "judge" else (),
+        recorded.notes,
     )
 
 
-def _usual_baselines(run: Path | None, scenario_names: tuple[str, ...]) -> tuple[str, ...]:
+def _usual_baselines(long_runs: bool, scenario_names: tuple[str, ...]) -> tuple[str, ...]:
     """Baselines if none are named: all, but the best known ones will do for single scenarios."""
     from tailrace.evaluate.judge.baselines import recorded_best
 
-    if run is not None:
+    if long_runs:
         return ("rules", "tuned", "learned")
     return tuple((scenario_names and recorded_best(scenario_names)) or ("all",))
 

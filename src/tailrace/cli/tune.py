@@ -94,11 +94,11 @@ def command(
 def _traffics(
     suite: str, scenario_names: Sequence[str], requests: int, seeds: Sequence[int]
 ) -> "list[Traffic]":
-    from tailrace.evaluate.judge.suite import load_scenarios, load_suite
+    from tailrace.evaluate.judge.suite import load_scenarios, load_suite, shipped_scenarios
     from tailrace.evaluate.measure.cells import Traffic
     from tailrace.saturation import resolve_rate
 
-    found = load_scenarios(scenario_names or load_suite(suite).scenarios, requests)
+    found = load_scenarios(scenario_names or shipped_scenarios(load_suite(suite)), requests)
     return [Traffic(s, resolve_rate(s), seed) for s in found for seed in seeds]
 
 

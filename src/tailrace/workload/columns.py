@@ -1,6 +1,7 @@
 """Columns of a file of requests, checked: every error names file, line and column."""
 
 import csv
+import io
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
+from tailrace.workload.formats.unpack import is_gzip, opened, read_bytes
 
 MAX_TOKENS = 2**24
 #: Largest accepted time, s (1 000 years). A larger number is a time in ms, or a typing error.
@@ -80,6 +82,21 @@ class Sheet:
         self.refuse(values > MAX_TIME_S, column, "{} seconds are more than a thousand years")
         return values
 
+    def known_seconds(self, column: str) -> Floats:
+        """Return a column of times or durations [n] in s; NaN where it is empty or missing."""
+        if column not in self:
+            return np.full(len(self), np.nan)
+        raw = pc.utf8_trim_whitespace(self.raw(column)) if self.is_text else self.raw(column)
+        raw = (
+            pc.replace_substring_regex(raw, "^$", "nan") if self.is_text else raw.fill_null(np.nan)
+        )
+        values: Floats = self.cast(column, raw, pa.float64(), "a number").to_numpy(
+            zero_copy_only=False
+        )
+        self.refuse(values < 0, column, "must not be negative, got {}")
+        self.refuse(values > MAX_TIME_S, column, "{} seconds are more than a thousand years")
+        return values
+
     def ints(self, column: str, low: int, high: int) -> Ints:
         """Return a column of whole numbers [n] between two bounds, both allowed."""
         values: Floats = self.cast(column, self.raw(column), pa.float64(), "a number").to_numpy(
@@ -129,7 +146,7 @@ def read_text(path: Path) -> Sheet:
 
     try:
         table = pa_csv.read_csv(
-            path,
+            io.BytesIO(read_bytes(path)) if is_gzip(path) else path,
             # Rows have numbers only when they are read by one thread.
             read_options=pa_csv.ReadOptions(use_threads=False),
             parse_options=pa_csv.ParseOptions(invalid_row_handler=remember),
@@ -170,7 +187,7 @@ def header_of(path: Path) -> list[str]:
 def _raw_header(path: Path) -> list[str]:
     """Return the column names exactly as the file has them."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             for line in file:
                 if line.strip():
                     return _split(line.decode("utf-8-sig").rstrip("\r\n"))
@@ -191,7 +208,7 @@ def _split(line: str) -> list[str]:
 def _physical_line(path: Path, ordinal: int) -> int:
     """Return the line number of the ``ordinal``-th line that is not blank, from 1."""
     seen = 0
-    with path.open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, start=1):
             seen += bool(line.rstrip(b"\r\n"))
             if seen == ordinal:

@@ -22,7 +22,7 @@ from tailrace.errors import TailraceError
 from tailrace.workload.blocks import block_runs
 from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS
 from tailrace.workload.table import RUN, RequestTable, blank_rows
-from tailrace.workload.trace_formats import Imported, checked_number
+from tailrace.workload.trace_formats import Imported, checked_number, session_keys
 
 Ints = NDArray[np.int64]
 
@@ -92,7 +92,8 @@ def read(path: Path) -> Imported:
     runs = _content(rows, lines, continued)
     numbers = np.array([number for _, number in chosen])
     skipped = len(unanswered - done.keys())
-    return Imported(RequestTable(rows, runs), numbers, skipped=skipped)
+    keys = session_keys([line.session or "" for line in lines])
+    return Imported(RequestTable(rows, runs), numbers, skipped=skipped, session_keys=keys)
 
 
 # ---- lines --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import get_args
 
@@ -23,6 +24,7 @@ from tailrace.workload.catalogue import BUILT_IN
 from tailrace.workload.compose import WorkloadSpec, compose, mix, with_think_scale
 from tailrace.workload.draft import retime
 from tailrace.workload.lengths import Streams
+from tailrace.workload.recorded.resample import Recording
 from tailrace.workload.table import (
     DEFAULT_TPOT_SLO_S,
     DEFAULT_TTFT_SLO_S,
@@ -32,6 +34,7 @@ from tailrace.workload.table import (
 
 NATIVE = "native"
 TRACE = "trace"
+RESAMPLED = "resampled"
 _DAY_S = 86_400.0
 
 #: Arrival processes by name, made from (coefficient of variation, span of the table in s).
@@ -107,7 +110,7 @@ def make(
     spec = with_think_scale(spec, think_scale)
     rate_rps = spec.default_rate_rps if rate is None else rate
     _check(requests, rate_rps)
-    if arrivals == TRACE:
+    if arrivals in (TRACE, RESAMPLED):
         raise TailraceError(
             f"workload '{spec.name}' has no recorded arrivals to replay; choose another process "
             f"({', '.join([NATIVE, *_OFFERED])}), or name a file of requests"
@@ -137,7 +140,8 @@ def _from_settings(settings: config.Workload, rate: float | None, seed: int) -> 
     Of a file the first ``requests`` rows are taken (fewer if it has fewer). With ``arrivals`` =
     native they keep their pattern, rescaled to ``rate``; with trace they are replayed at their
     recorded times x ``time_scale``, and rescaled only if the settings name a rate; with any other
-    process they are re-timed at ``rate``.
+    process they are re-timed at ``rate``. With resampled the whole file is what conversations are
+    drawn from at ``rate``, see recorded/resample.py.
     """
     path = Path(settings.name)
     if settings.name in _SPECS or not (path.is_file() or _looks_like_a_path(settings.name)):
@@ -153,13 +157,17 @@ def _from_settings(settings: config.Workload, rate: float | None, seed: int) -> 
             ttft_slo_s=settings.ttft_slo_s,
             tpot_slo_s=settings.tpot_slo_s,
         )
+    if settings.arrivals == RESAMPLED:
+        recording, has_slos = _recording(path, path.stat().st_mtime_ns if path.is_file() else 0)
+        rate_rps = _recorded_rate(recording.table) if rate is None else rate
+        table = recording.draw(settings.requests, rate_rps, seed)
+        return table if has_slos else _with_targets(table, settings)
     trace = traces.read(path)
     table = RequestTable(trace.table.rows[: settings.requests].copy(), trace.table.runs)
     table = scale_prompts(table, settings.prompt_scale)
     table.rows["think_s"] *= settings.think_scale
     if not trace.has_slos:
-        table.rows["ttft_slo_s"] = settings.ttft_slo_s
-        table.rows["tpot_slo_s"] = settings.tpot_slo_s
+        _with_targets(table, settings)
     if settings.arrivals == TRACE:
         rate = settings.rate
     if not trace.has_arrivals and settings.arrivals in (NATIVE, TRACE):
@@ -168,6 +176,20 @@ def _from_settings(settings: config.Workload, rate: float | None, seed: int) -> 
             f"set arrivals to a process: {', '.join(_OFFERED)}"
         )
     return _retimed(table, settings, rate, seed)
+
+
+def _with_targets(table: RequestTable, settings: config.Workload) -> RequestTable:
+    """Set the latency targets of the settings."""
+    table.rows["ttft_slo_s"] = settings.ttft_slo_s
+    table.rows["tpot_slo_s"] = settings.tpot_slo_s
+    return table
+
+
+@lru_cache(maxsize=4)
+def _recording(path: Path, changed_ns: int) -> tuple[Recording, bool]:  # noqa: ARG001
+    """Read a file to draw from, and whether it has latency targets of its own."""
+    trace = traces.read(path, sort=True)
+    return Recording(trace.table), trace.has_slos
 
 
 def _retimed(

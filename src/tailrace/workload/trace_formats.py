@@ -1,5 +1,7 @@
 """Readers of public trace formats. Times begin at 0 with the first request."""
 
+import hashlib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +13,13 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.workload.blocks import block_runs
 from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS, Sheet
-from tailrace.workload.formats.json_text import BlockLists, lines, read_bytes
+from tailrace.workload.formats.json_text import BlockLists, lines
+from tailrace.workload.formats.unpack import read_bytes
 from tailrace.workload.table import RUN, RequestTable, blank_rows
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Keys = NDArray[np.uint64]
 
 #: Tokens per hash in Mooncake's traces.
 MOONCAKE_BLOCK = 512
@@ -28,6 +32,19 @@ class Imported(NamedTuple):
     source_row: Ints
     skipped: int = 0
     has_arrivals: bool = True
+    #: [R] of the id of each row's session, see session_key; None: the file has no ids.
+    session_keys: Keys | None = None
+
+
+def session_key(name: str) -> int:
+    """Return 64 bits that stand for a session's id, in whichever file it occurs."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def session_keys(names: Collection[str]) -> Keys:
+    """Return the keys [R] of rows whose sessions have these ids; an empty one is no session."""
+    known = {name: session_key(name) if name else 0 for name in dict.fromkeys(names)}
+    return np.array([known[name] for name in names], np.uint64)
 
 
 def azure(sheet: Sheet) -> Imported:
@@ -64,9 +81,12 @@ def burstgpt(sheet: Sheet) -> Imported:
     empty = (prompt == 0) & (output > 0)
     sheet.refuse(empty, "Request tokens", "must be at least 1, got {}")
     table = _plain(arrival_s[kept], prompt[kept], output[kept]).table
+    found = Imported(table, kept, skipped=len(sheet) - kept.size)
     if "Session ID" in sheet:
-        _number_sessions(table.rows, sheet.raw("Session ID").take(pa.array(kept)))
-    return Imported(table, kept, skipped=len(sheet) - kept.size)
+        ids = pc.utf8_trim_whitespace(sheet.raw("Session ID").take(pa.array(kept)))
+        _number_sessions(table.rows, ids)
+        return found._replace(session_keys=session_keys(ids.to_pylist()))
+    return found
 
 
 def mooncake(path: Path, block_tokens: int | None = None) -> Imported:
@@ -142,7 +162,7 @@ def _number_sessions(rows: NDArray[np.void], ids: Any) -> None:
 
     The turns keep their recorded times: the trace does not say when an answer had been read.
     """
-    encoded = pc.utf8_trim_whitespace(ids).dictionary_encode()
+    encoded = ids.dictionary_encode()
     code = encoded.indices.to_numpy(zero_copy_only=False)
     member = np.flatnonzero(np.array([d != "" for d in encoded.dictionary.to_pylist()])[code])
     _, session = np.unique(code[member], return_inverse=True)

@@ -6,20 +6,21 @@ Only Vidur's files may be unsorted, because Vidur itself sorts requests by arriv
 files rely on it; any other unsorted file is refused unless ``sort`` is set.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.workload import decision_log, request_file, trace_formats
 from tailrace.workload.columns import Sheet, header_of, read_parquet, read_text
 from tailrace.workload.draft import reorder
-from tailrace.workload.formats import access_log, session_lines, weka
-from tailrace.workload.formats.json_text import head
+from tailrace.workload.formats import access_log, lcp_table, session_lines, weka
+from tailrace.workload.formats.unpack import head
 from tailrace.workload.table import DEFAULT_TTFT_SLO_S, RequestTable, RowError
-from tailrace.workload.trace_formats import Imported
+from tailrace.workload.trace_formats import Imported, Keys
 
 AUTO = "auto"
 SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".gz")
@@ -29,6 +30,7 @@ _CSV_READERS: dict[str, tuple[Callable[[Sheet], Imported], tuple[str, ...]]] = {
     "azure": (trace_formats.azure, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")),
     "vidur": (trace_formats.vidur, ("num_prefill_tokens", "num_decode_tokens")),
     "burstgpt": (trace_formats.burstgpt, ("Timestamp", "Request tokens", "Response tokens")),
+    "lcp": (lcp_table.parse, (*lcp_table.COLUMNS, lcp_table.REFERENCE)),
     "csv": (request_file.parse, request_file.REQUIRED),
 }
 FORMATS = (*(*_CSV_READERS, "mooncake", "sessions", "weka", "access_log", "parquet", "decisions"),)
@@ -50,6 +52,8 @@ class Trace:
     has_arrivals: bool
     #: Whether the file has latency targets of its own.
     has_slos: bool
+    #: [R] of the id of each row's session (trace_formats.session_key); None: the file has no ids.
+    session_keys: Keys | None = None
 
 
 def read(
@@ -59,9 +63,11 @@ def read(
     sort: bool = False,
     block_tokens: int | None = None,
     session_gap_s: float | None = None,
+    only: Sequence[Path] = (),
 ) -> Trace:
     """Read a file of requests; a TailraceError names file, line and column of the first mistake.
 
+    Of a folder of sessions (weka) all files are read, or those of ``only``.
     ``block_tokens``: tokens per block id of mooncake and sessions, if the file does not say it.
     ``session_gap_s``: time between the starts of sessions whose trace does not say when they began.
     """
@@ -78,7 +84,7 @@ def read(
         elif found == "sessions":
             imported = session_lines.read(path, block_tokens, session_gap_s)
         elif found == "weka":
-            imported = weka.read(path, session_gap_s)
+            imported = weka.read(path, session_gap_s, only)
         elif found == "access_log":
             imported = access_log.read(path)
         elif found == "decisions":
@@ -93,11 +99,15 @@ def read(
         raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise TailraceError(f"{path} is not text (UTF-8): {error}") from None
-    table, was_sorted = _in_order(path, found, imported, sheet, sort=sort)
+    table, order = _in_order(path, found, imported, sheet, sort=sort)
+    keys = imported.session_keys
+    if keys is not None and order is not None:
+        keys = keys[order]
     has_slos = sheet is not None and "ttft_slo_s" in sheet and "tpot_slo_s" in sheet
     if found == "decisions":  # clients of the router may have sent some
         has_slos = bool((table.rows["ttft_slo_s"] != DEFAULT_TTFT_SLO_S).any())
-    return Trace(table, found, imported.skipped, was_sorted, imported.has_arrivals, has_slos)
+    was_sorted = order is not None
+    return Trace(table, found, imported.skipped, was_sorted, imported.has_arrivals, has_slos, keys)
 
 
 def write(
@@ -148,8 +158,8 @@ def _detect_json(start: bytes) -> str:
 
 def _in_order(
     path: Path, found: str, imported: Imported, sheet: Sheet | None, *, sort: bool
-) -> tuple[RequestTable, bool]:
-    """Check the table and its order; return it sorted, and whether that changed anything."""
+) -> tuple[RequestTable, NDArray[np.int64] | None]:
+    """Check the table and its order; return it sorted, and the order if that changed anything."""
     table = imported.table
 
     def where(row: int) -> str:
@@ -158,20 +168,21 @@ def _in_order(
 
     arrival_s = table.rows["arrival_s"]
     backwards = np.diff(arrival_s) < 0
-    was_sorted = bool(backwards.any())
-    if was_sorted:
+    order = None
+    if backwards.any():
         if not (sort or found in _MAY_BE_UNSORTED):
             row = int(np.argmax(backwards)) + 1
             raise TailraceError(
                 f"{path}, {where(row)}: arrives before the request above it; "
                 "sort the file by arrival, or let `tailrace workload import --sort` do it"
             )
-        table = reorder(table, np.argsort(arrival_s, kind="stable"))
+        order = np.argsort(arrival_s, kind="stable")
+        table = reorder(table, order)
     if found not in ("csv", "parquet"):
         table.rows["arrival_s"] -= table.rows["arrival_s"][0]
     try:
         table.validate()
     except RowError as error:
-        place = f"request {error.row}" if was_sorted else where(error.row)
+        place = where(error.row) if order is None else f"request {error.row}"
         raise TailraceError(f"{path}, {place}: {error.what}") from None
-    return table, was_sorted
+    return table, order

@@ -9,7 +9,7 @@ import pytest
 
 from tailrace.errors import TailraceError
 from tailrace.workload import traces
-from tailrace.workload.formats import json_text
+from tailrace.workload.formats import unpack
 from tailrace.workload.prefix import repeated_tokens
 
 
@@ -113,7 +113,7 @@ def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
 def test_a_small_file_that_unpacks_to_a_large_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(json_text, "MOST_UNPACKED", 10_000)
+    monkeypatch.setattr(unpack, "MOST_UNPACKED", 10_000)
     path = tmp_path / "sessions.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps(SESSIONS[0]).encode() + b"\n" * 1_000_000))
     with pytest.raises(TailraceError, match="more than 10000 bytes unpacked; split it"):

@@ -167,6 +167,8 @@ class ResultsFile(_Part):
     scenarios: dict[str, dict[str, Any]] = {}
     """Settings of each scenario that are not the default. Not rounded: a scenario played again has
     the very same requests. Without them only shipped scenarios can be played again."""
+    notes: tuple[str, ...] = ()
+    """What was left out of recorded traffic, in sentences."""
     policies: tuple[RankedPolicy, ...]
     """Lowest score first."""
     cells: tuple[CellMeans, ...] = ()
@@ -246,6 +248,7 @@ def results_of(found: Evaluation) -> ResultsFile:
             s.name: s.model_dump(mode="json", exclude={"name"}, exclude_defaults=True)
             for s in plan.scenarios
         },
+        notes=plan.notes,
         policies=tuple(_ranked(s) for s in found.standings),
         cells=tuple(_cell_means(found)),
     )

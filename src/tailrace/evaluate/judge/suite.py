@@ -13,6 +13,7 @@ from tailrace import scenario as scenarios
 from tailrace.config import Scenario, Settings, load_toml, parse
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.evaluate.judge.baselines import REFERENCE
+from tailrace.evaluate.judge.recorded import TraceCluster
 from tailrace.evaluate.judge.statistics import (
     Grid,
     VersusBestOfEach,
@@ -43,14 +44,29 @@ TUNE_FROM, SELECT_FROM, RANK_FROM = 10_000, 20_000, 30_000
 
 
 class Suite(Settings):
-    """A list of scenarios that are judged together."""
+    """Scenarios that are judged together: shipped ones, or recorded traffic on some clusters."""
 
     name: str
     """Name of the suite."""
     description: str = ""
     """What it is meant to show."""
-    scenarios: tuple[str, ...]
+    scenarios: tuple[str, ...] = ()
     """Names of shipped scenarios."""
+    clusters: tuple[TraceCluster, ...] = ()
+    """Clusters on which every trace of a folder is judged, instead of scenarios."""
+    requests: int | None = None
+    """Requests of a run unless asked otherwise; default: the scenario's."""
+    seeds: int = 20
+    """How many seeds unless asked otherwise."""
+    selection_seeds: int = 5
+    """How many tuning seeds choose the best rules unless asked otherwise."""
+    warmup: float = 0.1
+    """Share of the first requests left out unless asked otherwise."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it needs a folder of traces."""
+        return bool(self.clusters)
 
 
 def suite_names() -> list[str]:
@@ -63,6 +79,16 @@ def load_suite(name: str) -> Suite:
     if name not in suite_names():
         raise unknown_name("suite", name, suite_names())
     return parse(Suite, {"name": name, **load_toml(SUITES / f"{name}.toml")})
+
+
+def shipped_scenarios(suite: Suite) -> list[str]:
+    """Return the names of a suite's scenarios; raises if it needs recorded traffic."""
+    if suite.is_recorded:
+        raise TailraceError(
+            f"the suite '{suite.name}' runs on recorded traffic: "
+            f"`tailrace evaluate --suite {suite.name} --traces FOLDER`"
+        )
+    return list(suite.scenarios)
 
 
 def load_scenarios(names: Sequence[str], requests: int | None = None) -> list[Scenario]:
@@ -88,10 +114,16 @@ class EvaluationPlan:
     seeds: tuple[int, ...]
     selection_seeds: tuple[int, ...]  #: the best rules are chosen on these
     measure: Measure = field(default_factory=Measure)
+    #: Scenarios of the same names on which the best rules are chosen; empty: the same ones.
+    selection_scenarios: tuple[Scenario, ...] = ()
+    notes: tuple[str, ...] = ()  #: sentences on what was left out of recorded traffic
 
     def __post_init__(self) -> None:
         for seed in self.selection_seeds:
             require(seed, Purpose.TUNING)
+        names = [s.name for s in self.scenarios]
+        if self.selection_scenarios and [s.name for s in self.selection_scenarios] != names:
+            raise TailraceError("rules must be chosen on scenarios of the same names")
         if not self.seeds or not self.selection_seeds:
             raise TailraceError("an evaluation needs seeds to measure on and seeds to select on")
         both = sorted(set(self.seeds) & set(self.selection_seeds))
@@ -107,15 +139,17 @@ class EvaluationPlan:
     def batches(self) -> tuple[CellBatch, ...]:
         """All cells it takes: everybody on its seeds, candidates on those of the selection."""
         candidates = tuple(c for c in self.contenders if c.is_candidate)
+        chosen_on = self.selection_scenarios or self.scenarios
         return (
             CellBatch(self.traffics(self.seeds), self.contenders),
-            CellBatch(self.traffics(self.selection_seeds), candidates),
+            CellBatch(self.traffics(self.selection_seeds, chosen_on), candidates),
         )
 
-    def traffics(self, seeds: Sequence[int]) -> tuple[Traffic, ...]:
-        """All scenarios on some seeds."""
-        rates = [resolve_rate(s) for s in self.scenarios]
-        pairs = list(zip(self.scenarios, rates, strict=True))
+    def traffics(
+        self, seeds: Sequence[int], of: Sequence[Scenario] | None = None
+    ) -> tuple[Traffic, ...]:
+        """Return the traffic of all scenarios (or those of ``of``) on some seeds."""
+        pairs = [(s, resolve_rate(s)) for s in (self.scenarios if of is None else of)]
         return tuple(Traffic(s, rate, seed) for s, rate in pairs for seed in seeds)
 
 

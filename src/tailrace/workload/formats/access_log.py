@@ -13,9 +13,10 @@ import numpy as np
 
 from tailrace.errors import TailraceError
 from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS
-from tailrace.workload.formats.json_text import lines, read_bytes
+from tailrace.workload.formats.json_text import lines
+from tailrace.workload.formats.unpack import read_bytes
 from tailrace.workload.table import RUN, RequestTable, blank_rows
-from tailrace.workload.trace_formats import Imported, checked_number
+from tailrace.workload.trace_formats import Imported, checked_number, session_keys
 
 PROMPT = (
     *("prompt_tokens", "input_tokens", "input_toks", "num_prompt_tokens", "usage.prompt_tokens"),
@@ -84,7 +85,7 @@ def read(path: Path) -> Imported:
     rows["session"], rows["turn"] = _numbered(sessions)
     rows["tenant"], _ = _numbered(tenants)
     table = RequestTable(rows, np.zeros(0, RUN))
-    return Imported(table, np.array(numbers), skipped=skipped)
+    return Imported(table, np.array(numbers), skipped=skipped, session_keys=session_keys(sessions))
 
 
 def _field(data: dict[str, Any], names: tuple[str, ...]) -> Any:

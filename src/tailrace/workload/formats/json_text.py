@@ -3,9 +3,7 @@
 Python's parser makes an object of every id; the lists are nearly all of the text.
 """
 
-import gzip
 import json
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,6 @@ from tailrace.errors import TailraceError
 Ints = NDArray[np.int64]
 
 _KEY = b'"hash_ids"'
-_GZIP = b"\x1f\x8b"
-#: Most bytes of a gzip file once it is unpacked: a small one can stand for any number.
-MOST_UNPACKED = 4 * 2**30
-#: Bytes of a file that are read to recognise its format.
-_HEAD = 1 << 16
 
 
 class BlockLists:
@@ -76,34 +69,6 @@ class BlockLists:
             raise TailraceError(f"{where}, column hash_ids: must be a list of whole numbers")
         k = found["list"]
         return self._ids[self._first[k] : self._first[k] + self.counts[k]]
-
-
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a file, unpacked if it is gzip."""
-    with path.open("rb") as file:
-        if file.read(len(_GZIP)) != _GZIP:
-            file.seek(0)
-            return file.read()
-    try:
-        with gzip.open(path) as file:
-            content = file.read(MOST_UNPACKED + 1)
-    except (OSError, EOFError, zlib.error) as error:
-        raise TailraceError(f"{path} is not a whole gzip file: {error}") from None
-    if len(content) > MOST_UNPACKED:
-        raise TailraceError(f"{path} has more than {MOST_UNPACKED} bytes unpacked; split it")
-    return content
-
-
-def head(path: Path) -> bytes:
-    """Return the beginning of a file, unpacked if it is gzip."""
-    with path.open("rb") as file:
-        start = file.read(_HEAD)
-    if not start.startswith(_GZIP):
-        return start
-    try:
-        return zlib.decompressobj(wbits=31).decompress(start, _HEAD)
-    except zlib.error as error:
-        raise TailraceError(f"{path} is not a whole gzip file: {error}") from None
 
 
 def lines(path: Path, text: bytes) -> Iterator[tuple[int, str, dict[str, Any]]]:

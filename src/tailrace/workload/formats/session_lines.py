@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from tailrace.errors import TailraceError
 from tailrace.workload.blocks import block_runs
 from tailrace.workload.columns import MAX_TIME_S, MAX_TOKENS
-from tailrace.workload.formats.json_text import BlockLists, lines, read_bytes
+from tailrace.workload.formats.json_text import BlockLists, lines
+from tailrace.workload.formats.unpack import read_bytes
 from tailrace.workload.table import RUN, RequestTable, blank_rows
-from tailrace.workload.trace_formats import Imported, checked_number
+from tailrace.workload.trace_formats import Imported, checked_number, session_keys
 
 Ints = NDArray[np.int64]
 
@@ -75,7 +76,12 @@ def read(
     if counts.any():
         runs = block_runs(rows, np.concatenate(ids), counts, size)
     has_arrivals = timed or session_gap_s is not None or len(last) == 1
-    return Imported(RequestTable(rows, runs), np.array(numbers), has_arrivals=has_arrivals)
+    return Imported(
+        RequestTable(rows, runs),
+        np.array(numbers),
+        has_arrivals=has_arrivals,
+        session_keys=session_keys(last)[rows["session"]],  # by number: in order of appearance
+    )
 
 
 def _delay_s(where: str, data: dict[str, Any]) -> float:

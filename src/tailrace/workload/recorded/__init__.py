@@ -1,0 +1,1 @@
+"""Recorded traffic for evaluation and training: conversations, halves, resampling, folders."""

@@ -19,6 +19,7 @@ SIGNATURES = {
     "explain": "state policy",
     "load_policy": "policy params",
     "load_scenario": "scenario",
+    "recorded": "traces folder half suite_name requests jobs",
     "simulate": "scenario policy seed requests warmup",
     "train": "preset folder seed scenarios settings jobs",
 }

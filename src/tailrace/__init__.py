@@ -20,6 +20,7 @@ _PUBLIC = {
     "explain": "tailrace.api",
     "load_policy": "tailrace.api",
     "load_scenario": "tailrace.api",
+    "recorded": "tailrace.api",
     "simulate": "tailrace.api",
     "train": "tailrace.api",
 }

@@ -108,8 +108,8 @@ def write_command(name: str, out: Path, seed: int, **settings: Any) -> None:
 @click.argument("file", type=FILE)
 @click.option(
     "--format", "format_name", default="auto", show_default=True,
-    help="azure, vidur, burstgpt, csv, mooncake, sessions, weka (Claude Code), access_log, parquet "
-    "or decisions (a log of `tailrace serve`); auto looks at the file.",
+    help="azure, vidur, burstgpt, csv, mooncake, sessions, weka (Claude Code), lcp, access_log, "
+    "parquet or decisions (a log of `tailrace serve`); auto looks at the file.",
 )  # fmt: skip
 @click.option(
     "--block-size", type=click.IntRange(1, 2**24),

@@ -7,6 +7,7 @@ from tailrace.evaluate.judge.bootstrap import BOOTSTRAP_SAMPLES, CONFIDENCE, Int
 from tailrace.evaluate.judge.replays import LOAD_REQUESTS, Replays, shown
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach, versus_each
+from tailrace.evaluate.judge.weightings import WEIGHTINGS, placings
 from tailrace.report import charts, tables, timelines
 from tailrace.report.blocks import (
     Block,
@@ -45,6 +46,18 @@ def content(results: Results, replays: Replays | None, method: Section) -> Repor
                 ),
                 Gallery(tuple(charts.pareto(results)), _overall_legend(results)),
                 Tabular(tables.ranking(results), "Ranking of all policies"),
+            ),
+        ),
+        Section(
+            "weightings",
+            "Under other weightings",
+            (
+                Words(
+                    "The latency cost weighs TTFT, end-to-end latency and lateness in one way. "
+                    "The same runs, ranked by one of them alone and by goodput: "
+                    + _weighted(results)
+                ),
+                Tabular(tables.weightings(results), "Ranking under other weightings"),
             ),
         ),
     ]
@@ -226,6 +239,18 @@ def _scenarios(results: Results, each: VersusBestOfEach) -> Section:
     )
     table = tables.scenarios(each)
     return Section("scenarios", "Scenario by scenario", (Words(lead), Tabular(table)))
+
+
+def _weighted(results: Results) -> str:
+    """Where the subject stands under each weighting, and who leads."""
+    placed = placings(results.grid, results.data.reference)
+    parts = []
+    for weighting in WEIGHTINGS:
+        best = min(placed, key=lambda name, key=weighting.key: placed[name][key].rank)
+        rank = placed[results.subject][weighting.key].rank
+        leads = "" if rank == 1 else f" ({best} leads)"
+        parts.append(f"{weighting.title} rank {rank} of {len(placed)}{leads}")
+    return f"{results.subject} has " + ", ".join(parts) + "."
 
 
 def _single_scenarios(results: Results) -> Section:

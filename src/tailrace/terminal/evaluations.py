@@ -6,11 +6,19 @@ from math import isfinite
 from rich.console import Console
 from rich.text import Text
 
+from tailrace.evaluate.judge.baselines import REFERENCE
 from tailrace.evaluate.judge.bootstrap import Interval
 from tailrace.evaluate.judge.compare import averaged
 from tailrace.evaluate.judge.results import merged_extremes
 from tailrace.evaluate.judge.statistics import VersusBestOfEach
 from tailrace.evaluate.judge.suite import Evaluation, Standing
+from tailrace.evaluate.judge.weightings import (
+    GOODPUT,
+    SLO_MISSES,
+    WEIGHTINGS,
+    Weighting,
+    placings,
+)
 from tailrace.evaluate.measure.contender import Role
 from tailrace.terminal.tables import UNKNOWN, Column, number, percent, print_columns
 
@@ -96,6 +104,41 @@ def print_ranking(console: Console, found: Evaluation) -> None:
     bold = [i for i, s in enumerate(shown) if s.contender.label == found.best_single]
     print_columns(console, columns, bold)
     console.print(Text(_note(found, len(found.standings) - len(shown)), style="dim"))
+    console.print()
+    _print_weightings(console, found, [s.contender.label for s in shown], bold)
+
+
+def _print_weightings(
+    console: Console, found: Evaluation, shown: Sequence[str], bold: Sequence[int]
+) -> None:
+    """Print how the same policies rank under other weightings."""
+    placed = placings(found.grid, REFERENCE)
+    order = [s.contender.label for s in found.standings]
+    columns = [
+        Column(("", "policy"), list(shown), left=True),
+        Column(("cost", "rank"), [str(order.index(name) + 1) for name in shown]),
+    ]
+    for weighting in WEIGHTINGS:
+        places = [placed[name][weighting.key] for name in shown]
+        texts = [_score(weighting, place.score) for place in places]
+        columns.append(Column((weighting.title, "score"), texts, label=weighting.title))
+        columns.append(Column(("", "rank"), [str(p.rank) for p in places]))
+    console.print(Text("Under other weightings", style="bold"))
+    print_columns(console, columns, bold)
+    console.print(
+        Text(
+            "TTFT and end to end only: geometric mean over scenarios of the mean / that of "
+            f"{REFERENCE}. SLO misses: share of requests that missed a target. Goodput: requests/s "
+            "within both targets, as a share of the best policy's; more is better.",
+            style="dim",
+        )
+    )
+
+
+def _score(weighting: Weighting, score: float) -> str:
+    if not isfinite(score):
+        return UNKNOWN
+    return f"{100 * score:.1f}%" if weighting in (SLO_MISSES, GOODPUT) else _three(score)
 
 
 def _note(found: Evaluation, left_out: int) -> str:

@@ -161,6 +161,8 @@ def _from_settings(settings: config.Workload, rate: float | None, seed: int) -> 
         recording, has_slos = _recording(path, path.stat().st_mtime_ns if path.is_file() else 0)
         rate_rps = _recorded_rate(recording.table) if rate is None else rate
         table = recording.draw(settings.requests, rate_rps, seed)
+        table = scale_prompts(table, settings.prompt_scale)
+        table.rows["think_s"] *= settings.think_scale
         return table if has_slos else _with_targets(table, settings)
     trace = traces.read(path)
     table = RequestTable(trace.table.rows[: settings.requests].copy(), trace.table.runs)

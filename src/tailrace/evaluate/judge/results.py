@@ -23,6 +23,7 @@ from tailrace.evaluate.judge.bootstrap import Interval
 from tailrace.evaluate.judge.compare import averaged
 from tailrace.evaluate.judge.statistics import Verdict, VersusBestOfEach, VersusBestSingle
 from tailrace.evaluate.judge.suite import Evaluation, Standing
+from tailrace.evaluate.judge.weightings import Placing, placings
 from tailrace.evaluate.measure.cells import Cell, source_digest
 from tailrace.evaluate.measure.contender import Role
 from tailrace.evaluate.measure.metrics import Latency, Summary
@@ -82,6 +83,15 @@ class VersusPerScenario(_Part):
     scenarios: dict[str, VersusInScenario]
 
 
+class PlacedPolicy(_Part):
+    """One policy under another weighting than the latency cost."""
+
+    score: float | None
+    """See weightings.py; goodput: higher is better, all else: lower."""
+    rank: int
+    """From 1, among all policies."""
+
+
 class RankedPolicy(_Part):
     """One policy over all scenarios."""
 
@@ -91,6 +101,8 @@ class RankedPolicy(_Part):
     score: float | None
     """Geometric mean over scenarios of its cost / the reference's."""
     vs_best_single: Versus
+    other_weightings: dict[str, PlacedPolicy] = {}
+    """TTFT only, end to end only, SLO misses, goodput -> score and rank."""
 
 
 class CellMeans(_Part):
@@ -226,6 +238,7 @@ def results_of(found: Evaluation) -> ResultsFile:
     """Return what the JSON file says of an evaluation."""
     plan, subject = found.plan, found.subject
     hand_made, each = found.versus_hand_made, found.versus_each
+    placed = placings(found.grid, REFERENCE)
     return ResultsFile(
         suite=plan.suite,
         subject=plan.subject,
@@ -249,7 +262,7 @@ def results_of(found: Evaluation) -> ResultsFile:
             for s in plan.scenarios
         },
         notes=plan.notes,
-        policies=tuple(_ranked(s) for s in found.standings),
+        policies=tuple(_ranked(s, placed[s.contender.label]) for s in found.standings),
         cells=tuple(_cell_means(found)),
     )
 
@@ -281,7 +294,7 @@ def _per_scenario(versus: VersusBestOfEach) -> VersusPerScenario:
     )
 
 
-def _ranked(standing: Standing) -> RankedPolicy:
+def _ranked(standing: Standing, placed: dict[str, Placing]) -> RankedPolicy:
     contender = standing.contender
     return RankedPolicy(
         policy=contender.label,
@@ -289,6 +302,9 @@ def _ranked(standing: Standing) -> RankedPolicy:
         role=contender.role,
         score=standing.score,
         vs_best_single=Versus(**_ratios(standing.versus)),
+        other_weightings={
+            key: PlacedPolicy(score=one.score, rank=one.rank) for key, one in placed.items()
+        },
     )
 
 

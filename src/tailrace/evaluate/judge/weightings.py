@@ -65,7 +65,7 @@ def placings(grid: Grid, reference: str) -> dict[str, dict[str, Placing]]:
 def _scores(weighting: Weighting, grid: Grid, reference: str) -> Array:
     """Return the score of each policy [P]."""
     if weighting is SLO_MISSES:
-        return 1.0 - _means(grid, lambda cell: cell.summary.slo_attainment).mean(axis=0)
+        return np.asarray(1.0 - _means(grid, lambda cell: cell.summary.slo_attainment).mean(axis=0))
     if weighting is GOODPUT:
         rates = _means(grid, lambda cell: cell.summary.goodput_rps)
         best = rates.max(axis=1, keepdims=True)

@@ -7,7 +7,7 @@ from tailrace.evaluate.judge.bootstrap import BOOTSTRAP_SAMPLES, CONFIDENCE, Int
 from tailrace.evaluate.judge.replays import LOAD_REQUESTS, Replays, shown
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach, versus_each
-from tailrace.evaluate.judge.weightings import WEIGHTINGS, placings
+from tailrace.evaluate.judge.weightings import WEIGHTINGS, leader, placings
 from tailrace.report import charts, tables, timelines
 from tailrace.report.blocks import (
     Block,
@@ -246,7 +246,7 @@ def _weighted(results: Results) -> str:
     placed = placings(results.grid, results.data.reference)
     parts = []
     for weighting in WEIGHTINGS:
-        best = min(placed, key=lambda name, key=weighting.key: placed[name][key].rank)
+        best = leader(placed, weighting)
         rank = placed[results.subject][weighting.key].rank
         leads = "" if rank == 1 else f" ({best} leads)"
         parts.append(f"{weighting.title} rank {rank} of {len(placed)}{leads}")

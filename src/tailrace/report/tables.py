@@ -11,7 +11,13 @@ from tailrace.evaluate.judge.compare import averaged
 from tailrace.evaluate.judge.results import RankedPolicy, merged_extremes
 from tailrace.evaluate.judge.results_folder import Results
 from tailrace.evaluate.judge.statistics import VersusBestOfEach
-from tailrace.evaluate.judge.weightings import GOODPUT, SLO_MISSES, WEIGHTINGS, placings
+from tailrace.evaluate.judge.weightings import (
+    GOODPUT,
+    SLO_MISSES,
+    WEIGHTINGS,
+    leader,
+    placings,
+)
 from tailrace.evaluate.measure.cells import Cell
 from tailrace.report.svg import Scale, around, tick_text, whisker
 from tailrace.terminal.tables import number
@@ -144,9 +150,7 @@ def ranking(results: Results) -> Table:
 def weightings(results: Results) -> Table:
     """All policies under other weightings than the latency cost, in the order of their score."""
     placed = placings(results.grid, results.data.reference)
-    best = {
-        w.key: min(placed, key=lambda name, key=w.key: placed[name][key].rank) for w in WEIGHTINGS
-    }
+    leaders = {leader(placed, w) for w in WEIGHTINGS}
     rows = []
     for rank, name in enumerate(results.standing, start=1):
         cells = [TableCell(name), TableCell(str(rank))]
@@ -155,7 +159,7 @@ def weightings(results: Results) -> Table:
             percent = weighting in (SLO_MISSES, GOODPUT)
             text = share_text(place.score) if percent else ratio_text(place.score)
             cells += [TableCell(text), TableCell(str(place.rank))]
-        strong = name == results.subject or name in best.values()
+        strong = name == results.subject or name in leaders
         rows.append(Row(tuple(cells), strong=strong))
     heads = [part for w in WEIGHTINGS for part in (w.title, "rank")]
     meanings = "; ".join(f"{w.title}: {w.meaning}" for w in WEIGHTINGS)

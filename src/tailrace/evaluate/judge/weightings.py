@@ -62,6 +62,12 @@ def placings(grid: Grid, reference: str) -> dict[str, dict[str, Placing]]:
     return found
 
 
+def leader(placed: dict[str, dict[str, Placing]], weighting: Weighting) -> str:
+    """Return the policy that ranks first under a weighting; of several the first one."""
+    ranks = {name: of[weighting.key].rank for name, of in placed.items()}
+    return min(ranks, key=lambda name: ranks[name])
+
+
 def _scores(weighting: Weighting, grid: Grid, reference: str) -> Array:
     """Return the score of each policy [P]."""
     if weighting is SLO_MISSES:

@@ -24,7 +24,7 @@ from tailrace.workload.catalogue import BUILT_IN
 from tailrace.workload.compose import WorkloadSpec, compose, mix, with_think_scale
 from tailrace.workload.draft import retime
 from tailrace.workload.lengths import Streams
-from tailrace.workload.recorded.resample import Recording
+from tailrace.workload.recorded.resample import ConversationPool
 from tailrace.workload.table import (
     DEFAULT_TPOT_SLO_S,
     DEFAULT_TTFT_SLO_S,
@@ -188,10 +188,10 @@ def _with_targets(table: RequestTable, settings: config.Workload) -> RequestTabl
 
 
 @lru_cache(maxsize=4)
-def _recording(path: Path, changed_ns: int) -> tuple[Recording, bool]:  # noqa: ARG001
+def _recording(path: Path, changed_ns: int) -> tuple[ConversationPool, bool]:  # noqa: ARG001
     """Read a file to draw from, and whether it has latency targets of its own."""
     trace = traces.read(path, sort=True)
-    return Recording(trace.table), trace.has_slos
+    return ConversationPool(trace.table), trace.has_slos
 
 
 def _retimed(

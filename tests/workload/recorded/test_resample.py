@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tailrace.workload.prefix import repeated_tokens
-from tailrace.workload.recorded.resample import LEAD_IN, LONGEST_PAUSE_S, Recording
+from tailrace.workload.recorded.resample import LEAD_IN, LONGEST_PAUSE_S, ConversationPool
 from tailrace.workload.table import RequestTable
 
 
@@ -27,7 +27,7 @@ def chats(count: int = 40, turns: int = 30, gap_s: float = 60.0) -> RequestTable
 
 
 def test_the_rate_is_as_asked_after_the_lead_in_though_conversations_outlast_the_window() -> None:
-    drawn = Recording(chats()).draw(4000, 10.0, seed=1)  # 400 s of conversations of 1740 s
+    drawn = ConversationPool(chats()).draw(4000, 10.0, seed=1)  # 400 s of conversations of 1740 s
     at = drawn.rows["arrival_s"]
     lead_s = LEAD_IN * 400
     assert len(drawn) == 4000
@@ -38,7 +38,7 @@ def test_the_rate_is_as_asked_after_the_lead_in_though_conversations_outlast_the
 
 
 def test_turns_keep_their_order_think_times_and_numbers() -> None:
-    drawn = Recording(chats()).draw(3000, 10.0, seed=2)
+    drawn = ConversationPool(chats()).draw(3000, 10.0, seed=2)
     rows = drawn.rows
     has = np.flatnonzero(rows["parent"] >= 0)
     before = rows["parent"][has]
@@ -52,7 +52,7 @@ def test_turns_keep_their_order_think_times_and_numbers() -> None:
 
 
 def test_copies_of_a_conversation_share_the_system_prompt_only() -> None:
-    one = Recording(chats(count=2)).draw(600, 5.0, seed=3)
+    one = ConversationPool(chats(count=2)).draw(600, 5.0, seed=3)
     rows = one.rows
     assert rows["session"].max() > 10
     repeated = repeated_tokens(one)
@@ -63,7 +63,7 @@ def test_copies_of_a_conversation_share_the_system_prompt_only() -> None:
 
 
 def test_seeds_draw_other_traffic_and_the_same_seed_the_same() -> None:
-    recording = Recording(chats())
+    recording = ConversationPool(chats())
     a, b, c = (recording.draw(500, 5.0, seed) for seed in (1, 1, 2))
     assert (a.rows == b.rows).all()
     assert (a.runs == b.runs).all()
@@ -73,7 +73,7 @@ def test_seeds_draw_other_traffic_and_the_same_seed_the_same() -> None:
 def test_recorded_beginnings_keep_their_rhythm() -> None:
     bursts = np.repeat(np.arange(50) * 100.0, 20)  # 20 at once, every 100 s
     table = RequestTable.build(bursts, np.full(1000, 9), np.full(1000, 9))
-    at = Recording(table).draw(800, 10.0, seed=4).rows["arrival_s"]
+    at = ConversationPool(table).draw(800, 10.0, seed=4).rows["arrival_s"]
     assert (np.diff(at) == 0).mean() > 0.9
     assert 799 / at[-1] == pytest.approx(10.0, rel=0.1)
 
@@ -83,7 +83,7 @@ def test_a_night_counts_as_an_hour() -> None:
         np.array([0.0, 80_000.0]), np.full(2, 9), np.full(2, 9),
         session=np.zeros(2, int), parent=np.array([-1, 0]), think_s=np.array([0.0, 79_999.0]),
     )  # fmt: skip
-    rows = Recording(table).draw(4000, 0.5, seed=5).rows
+    rows = ConversationPool(table).draw(4000, 0.5, seed=5).rows
     followed = rows["parent"] >= 0
     assert followed.any()
     assert (rows["think_s"][followed] == LONGEST_PAUSE_S).all()
@@ -92,4 +92,4 @@ def test_a_night_counts_as_an_hour() -> None:
 @pytest.mark.parametrize("rate", [0.001, 3.0, 5000.0])
 def test_any_rate_and_a_single_request_will_do(rate: float) -> None:
     table = RequestTable.build(np.zeros(1), np.full(1, 9), np.full(1, 9))
-    assert len(Recording(table).draw(50, rate, seed=6)) == 50
+    assert len(ConversationPool(table).draw(50, rate, seed=6)) == 50

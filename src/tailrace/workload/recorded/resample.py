@@ -34,7 +34,7 @@ _MOST_DRAWN = 2_000_000
 
 
 @dataclass(frozen=True)
-class Recording:
+class ConversationPool:
     """Recorded conversations to draw from."""
 
     #: Sorted by arrival. If all conversations begin at the same time, their beginnings are unknown.

@@ -23,7 +23,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate routers parity report clean
+.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate routers parity fidelity peers report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -151,6 +151,13 @@ bench: $(STAMP) ## measure the speed of the simulator
 
 parity: $(STAMP) ## replay reference runs of Vidur: make parity FOLDER=path
 	$(BIN)/python benchmarks/vidur_parity.py $(FOLDER)
+
+fidelity: $(STAMP) ## fit half of each recording of a real server, predict the other: make fidelity FOLDER=path
+	$(BIN)/python benchmarks/gpu_fidelity.py $(FOLDER)
+
+peers: ## install NVIDIA's DynoSim into build/peers, for benchmarks/bench_peers.py
+	$(PYTHON) -m venv build/peers
+	build/peers/bin/python -m pip install --quiet --disable-pip-version-check "ai-dynamo-runtime>=1.6.1,<1.7"
 
 report: $(STAMP) ## results of `tailrace evaluate` as one HTML file: make report RESULTS=folder
 	$(BIN)/tailrace report $(RESULTS)

@@ -17,6 +17,7 @@ from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 Tokens = Annotated[int, Field(ge=1, le=2**30)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+SlopeChange = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 #: Outside of these a run would take for ever, or its times would lose all digits.
 MIN_RATE, MAX_RATE = 1e-6, 1e7
 SpeedFactor = Annotated[float, Field(ge=1e-3, le=1000, allow_inf_nan=False)]
@@ -46,18 +47,31 @@ class Settings(BaseModel):
 
 
 class CostModel(Settings):
-    """Time of one iteration as a sum of non-negative terms; see docs/cost-model.md."""
+    """Time of one iteration, which never falls as the batch grows; see docs/cost-model.md."""
 
     base_ms: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]
     """Time of an iteration that does nothing, in ms."""
     per_token_ms: Milliseconds
     """Time per token in the batch, in ms."""
-    knots: tuple[tuple[Positive, Milliseconds], ...] = Field(default=(), max_length=4)
-    """Pairs (tokens, ms): from that many tokens in the batch on, each token costs so much more."""
+    knots: tuple[tuple[Positive, SlopeChange], ...] = Field(default=(), max_length=4)
+    """Pairs (tokens, ms): from that many tokens in the batch on, each token costs so much more;
+    negative: less, as with a mixture of experts, but never less than nothing."""
     per_context_ms: Milliseconds = 0.0
     """Time per token of context of the decoding requests, in ms."""
     per_prefill_ms: Milliseconds = 0.0
     """Time per unit of chunk*(context + chunk/2) of the prefilling requests, in ms."""
+
+    @model_validator(mode="after")
+    def _never_falls(self) -> Self:
+        slope, rounding = self.per_token_ms, 1e-9 * self.per_token_ms
+        for tokens, change in sorted(self.knots):
+            slope += change
+            if slope < -rounding:
+                raise ValueError(
+                    f"knots: from {tokens:g} tokens on a token would cost {slope:g} ms; slopes may "
+                    "fall, but per_token_ms and the changes up to a knot must add up to 0 or more"
+                )
+        return self
 
 
 SchedulerName = Literal["sarathi", "vllm", "vllm_v1", "orca", "faster_transformer", "lightllm"]

@@ -1,20 +1,29 @@
-"""Calibration from decision logs: regression on iterations that the simulator reconstructs.
+"""Calibration from recorded times: regression on iterations that the simulator reconstructs.
 
 A log says when requests were sent, when their first token came and when they ended, but not what
 the server did in between. So each replica is simulated with the requests it really got and the
 model at hand; every wait for a first token and every answer is then the sum of the iterations that
 the simulation puts there, and a fit of these sums to the recorded times gives the next model. At
-the true model the reconstruction is the truth, and so it stays there.
+the true model the reconstruction is the truth, and so it stays there. The model found is where
+:func:`tailrace.calibrate.run_fit.fit_run` begins, which compares whole simulated runs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from tailrace.calibrate.interval_fit import FIXED, FORMS, Fitted, Floats, Ints, Sums, fit
+from tailrace.calibrate.interval_fit import FIXED, FORMS, Fitted, Floats, Sums, fit
 from tailrace.calibrate.iteration_fit import FIELDS, MAX_KNOTS, candidate_knots
 from tailrace.calibrate.probes import BUDGETS
+from tailrace.calibrate.recorded_capacity import (
+    RECORDED,
+    Occupancy,
+    kv_tokens,
+    stated,
+    token_budgets,
+)
 from tailrace.calibrate.result import (
     ASSUMED,
     MEASURED,
@@ -24,6 +33,7 @@ from tailrace.calibrate.result import (
     regimes,
     with_capacity,
 )
+from tailrace.calibrate.run_fit import RunFit, Times, fit_run, loss_of
 from tailrace.config import Cluster, CostModel, Engine, Replica
 from tailrace.errors import TailraceError
 from tailrace.replay.recorded import RecordedTraffic
@@ -32,6 +42,10 @@ from tailrace.sim.simulator import Simulation, uses_reference
 from tailrace.workload.table import RequestTable
 
 LEAST_REQUESTS = 50
+#: Requests of a replica, from the first on, that whole runs are simulated of.
+MOST_REQUESTS = 4000
+#: Shares of the KV memory that recorded times show, which are tried.
+KV_SHARES = (0.9, 1.0, 1.1)
 #: Passes of simulating and fitting, the gain below which one is no better than the one before,
 #: and the share of a step below which there is nothing more to gain.
 PASSES, SETTLED, LEAST_STEP = 20, 1e-3, 0.1
@@ -58,6 +72,23 @@ class _Part:
     """From the first token to the end; NaN for answers of one token."""
     cached: Floats
     """Prompt tokens that were cached, as far as the server said so."""
+    begin_ms: Floats
+    """First iteration, from the sending; NaN: not known."""
+
+    def times(self) -> Times:
+        """Return the first requests with recorded times in s."""
+        rows = self.table.rows[:MOST_REQUESTS]
+        first, answer = self.ttft_ms[:MOST_REQUESTS], self.answer_ms[:MOST_REQUESTS]
+        last = np.where(rows["output_tokens"] > 1, first + answer, first)
+        return Times(RequestTable(rows, self.table.runs), 1e-3 * first, 1e-3 * last)
+
+    def occupancy(self) -> Occupancy:
+        """Return when requests ran; a first token stands for a first iteration not known."""
+        sent = self.table.rows["arrival_s"]
+        first = sent + 1e-3 * self.ttft_ms
+        begin = np.where(np.isnan(self.begin_ms), first, sent + 1e-3 * self.begin_ms)
+        last = first + 1e-3 * np.where(self.table.rows["output_tokens"] > 1, self.answer_ms, 0.0)
+        return Occupancy(self.table, np.where(np.isnan(first), np.nan, begin), first, last)
 
 
 @dataclass(frozen=True)
@@ -78,12 +109,14 @@ def calibrate_log(
     known: Replica,
     *,
     same: bool = False,
+    only: NDArray[np.bool_] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Calibration:
     """Calibrate every replica of a log. ``known``: what is known of the servers.
 
-    ``same``: the replicas are equal, fit one cost model to all. ``progress`` gets the percent
-    that are done.
+    ``same``: the replicas are equal, fit one cost model to all. ``only`` [R]: the requests whose
+    recorded times may be used; of the others only what was asked when. ``progress`` gets the
+    percent that are done.
     """
     report = progress or (lambda _: None)
     numbers = sorted(set(recorded.outcomes["replica"].tolist()))
@@ -98,33 +131,46 @@ def calibrate_log(
     groups = [numbers] if same else [[k] for k in numbers]
     found = []
     for done, group in enumerate(groups):
-        parts = [_part(recorded, k) for k in group]
-        if sum(len(part.table) for part in parts) < LEAST_REQUESTS:
+        parts = [_part(recorded, k, only) for k in group]
+        if sum(int(np.isfinite(part.ttft_ms).sum()) for part in parts) < LEAST_REQUESTS and (
+            only is not None or sum(len(part.table) for part in parts) < LEAST_REQUESTS
+        ):
             raise TailraceError(
                 f"replica {group[0]} has only {len(parts[0].table)} answered requests in the log; "
                 f"{LEAST_REQUESTS} are needed, or --same if all replicas are equal"
             )
         name = f"replica {group[0]}" if len(group) == 1 else f"replicas {group[0]} to {group[-1]}"
-        found.append(_calibrated(name, parts, known))
+        found.append(_calibrated(name, parts, known, recorded.settings))
         report(int(100 * (done + 1) / len(groups)))
-    return Calibration("decision log", tuple(found))
+    source = "recording of a server" if recorded.settings else "decision log"
+    return Calibration(source, tuple(found))
 
 
-def _part(recorded: RecordedTraffic, replica: int) -> _Part:
+def _part(recorded: RecordedTraffic, replica: int, only: NDArray[np.bool_] | None) -> _Part:
     rows = recorded.by_sending(replica)
     done = recorded.outcomes[rows]
     table = recorded.at(rows)
-    ttft = np.where(done["is_estimated"], np.nan, 1e3 * (done["first_s"] - done["sent_s"]))
-    answer = np.where(done["is_estimated"], np.nan, 1e3 * (done["last_s"] - done["first_s"]))
+    unused = done["is_estimated"] if only is None else done["is_estimated"] | ~only[rows]
+    ttft = np.where(unused, np.nan, 1e3 * (done["first_s"] - done["sent_s"]))
+    answer = np.where(unused, np.nan, 1e3 * (done["last_s"] - done["first_s"]))
+    begin = np.where(unused, np.nan, 1e3 * (done["scheduled_s"] - done["sent_s"]))
     several = table.rows["output_tokens"] > 1
     cached = np.maximum(done["cached_tokens"], 0).astype(np.float64)
-    return _Part(table, ttft, np.where(several & (answer > 0), answer, np.nan), cached)
+    return _Part(table, ttft, np.where(several & (answer > 0), answer, np.nan), cached, begin)
 
 
-def _calibrated(name: str, parts: Sequence[_Part], known: Replica) -> Calibrated:
-    found: dict[str, tuple[int, str]] = {}
-    most = max(_most_at_once(part) for part in parts)
-    found["batch_cap"] = (max(most, known.batch_cap), ASSUMED)
+def _calibrated(
+    name: str, parts: Sequence[_Part], known: Replica, settings: Mapping[str, int]
+) -> Calibrated:
+    found = stated(settings)
+    running = [part.occupancy() for part in parts]
+    most = max(part.running() for part in running)
+    cap, source = found.get("batch_cap", (known.batch_cap, ASSUMED))
+    found["batch_cap"] = (cap, source) if cap >= most else (most, MEASURED)
+    replica, _ = with_capacity(known, found)
+    if "num_blocks" not in found:
+        tokens, is_full = kv_tokens(running, replica.batch_cap)
+        found["num_blocks"] = (int(tokens) // replica.block_size, MEASURED if is_full else ASSUMED)
     replica, _ = with_capacity(known, found)
     if uses_reference(Cluster(replicas=(replica,)), Engine()):
         raise TailraceError(
@@ -132,10 +178,31 @@ def _calibrated(name: str, parts: Sequence[_Part], known: Replica) -> Calibrated
             f"{replica.scheduler} of {replica.num_stages} stages"
         )
     start = _first_guess(parts)
+    times = [part.times() for part in parts]
+    if found["num_blocks"][1] != MEASURED and not any(len(part.table.runs) for part in parts):
+        # Nothing is shared and nothing is evicted: no caches are needed, and it is twice as fast.
+        uncached = {"prefix_caching": False}
+    else:
+        uncached = {}
     if "chunk_size" not in known.model_fields_set:
-        found["chunk_size"] = _token_budget(parts, replica, start)
+        budgets = token_budgets(settings)
+        if budgets:
+            quick = replica.model_copy(update=uncached)
+            best = _nearest(times, quick, [{"chunk_size": budget} for budget in budgets])
+            found["chunk_size"] = (best["chunk_size"], RECORDED)
+        else:
+            found["chunk_size"] = _token_budget(parts, replica, start)
+    replica, _ = with_capacity(known, found)
+    if found["num_blocks"][1] == MEASURED and "num_blocks" not in known.model_fields_set:
+        sizes = [{"num_blocks": int(share * found["num_blocks"][0])} for share in KV_SHARES]
+        found["num_blocks"] = (_nearest(times, replica, sizes)["num_blocks"], MEASURED)
     replica, sources = with_capacity(known, found)
     fitted, explained, _ = _settle(parts, replica, start, PASSES)
+    quick = replica.model_copy(update=uncached)
+    refined = fit_run(times, quick, fitted.model, overhead_ms=fitted.overhead_ms)
+    if refined.loss < loss_of(times, quick, fitted.model, fitted.overhead_ms):
+        fitted = _with(fitted, refined)
+        explained = _looked_at(parts, replica, fitted.model)
     measured = explained.sums.ms
     predicted = explained.simulated_ms + fitted.overhead_ms * explained.is_first
     kinds = _kinds(explained)
@@ -159,6 +226,29 @@ def _calibrated(name: str, parts: Sequence[_Part], known: Replica) -> Calibrated
             "check with `tailrace replay`"
         )
     return replace(result, warnings=tuple(warnings))
+
+
+def _nearest(
+    times: Sequence[Times], replica: Replica, choices: Sequence[dict[str, int]]
+) -> dict[str, int]:
+    """Return the settings with which a model without knots agrees best with the recorded times."""
+    if len(choices) == 1:
+        return choices[0]
+    losses = [
+        fit_run(times, replica.model_copy(update=choice), knots=((),), starts=(0.5,)).loss
+        for choice in choices
+    ]
+    return choices[int(np.argmin(losses))]
+
+
+def _with(fitted: Fitted, refined: RunFit) -> Fitted:
+    """Return a fit with another model; what the data say nothing about stays so."""
+    return replace(
+        fitted,
+        model=refined.model,
+        overhead_ms=refined.overhead_ms,
+        uncertainty=refined.uncertainty,
+    )
 
 
 # ---- the loop -----------------------------------------------------------------------------------
@@ -376,19 +466,8 @@ def _token_budget(parts: Sequence[_Part], replica: Replica, start: CostModel) ->
 
 def _beginning(part: _Part, count: int) -> _Part:
     rows = part.table.rows[:count]
-    times = (values[:count] for values in (part.ttft_ms, part.answer_ms, part.cached))
-    return _Part(RequestTable(rows, part.table.runs), *times)
-
-
-def _most_at_once(part: _Part) -> int:
-    """Return how many requests were answering at the same time, at most."""
-    sent = part.table.rows["arrival_s"]
-    first = sent + 1e-3 * np.nan_to_num(part.ttft_ms)
-    last = first + 1e-3 * np.nan_to_num(part.answer_ms)
-    moments = np.concatenate([first, last])
-    steps: Ints = np.concatenate([np.ones(len(first), np.int64), -np.ones(len(last), np.int64)])
-    order = np.lexsort((steps, moments))
-    return int(np.cumsum(steps[order]).max(initial=1))
+    columns = (part.ttft_ms, part.answer_ms, part.cached, part.begin_ms)
+    return _Part(RequestTable(rows, part.table.runs), *(values[:count] for values in columns))
 
 
 # ---- errors -------------------------------------------------------------------------------------

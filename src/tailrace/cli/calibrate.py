@@ -23,7 +23,8 @@ _SERVERS = "Servers (what you know of them; the rest is measured, or assumed and
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @option(
     "--log", type=FILE,
-    help="Learn from a decision log of `tailrace serve`, a file or a folder, instead of measuring.",
+    help="Learn from a decision log of `tailrace serve`, or from a recording of one server's times "
+    "(JSON lines; docs/calibration.md), a file or a folder, instead of measuring.",
 )  # fmt: skip
 @option("--same", is_flag=True, help="The replicas are equal: fit one cost model to all of them.")
 @option(

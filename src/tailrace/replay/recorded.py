@@ -1,8 +1,12 @@
-"""A decision log as traffic with what became of it: where each request went and when it ended."""
+"""Recorded traffic with what became of it: where each request went and when it ended.
+
+Two kinds are read: decision logs of the live router, and recordings of one server's own times
+(``replay/server_recording.py``).
+"""
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
+from tailrace.replay import server_recording
 from tailrace.sim.result import FINISHED, REPLICA_RESULT, REQUEST_RESULT, SimResult
 from tailrace.workload import decision_log, traces
 from tailrace.workload.table import RequestTable
@@ -20,6 +25,7 @@ OUTCOME = np.dtype(
     [
         ("arrived_s", "f8"),  # at the router
         ("sent_s", "f8"),  # to its replica
+        ("scheduled_s", "f8"),  # first iteration began, as the server says; NaN: it does not
         ("first_s", "f8"),  # first token, at the router
         ("last_s", "f8"),  # end of the answer
         ("replica", "i4"),
@@ -41,6 +47,8 @@ class RecordedTraffic:
     """Requests that were not answered, and are in neither."""
     backends: tuple[str, ...] = ()
     """Names of the replicas by number; empty: the log has none."""
+    settings: Mapping[str, int] = field(default_factory=dict)
+    """Settings of the server that a recording states, see ``server_recording.Settings``."""
 
     @property
     def replicas(self) -> int:
@@ -87,19 +95,23 @@ class RecordedTraffic:
 
 
 def is_recorded(path: Path) -> bool:
-    """Whether a file, or a folder, is a decision log."""
+    """Whether a file, or a folder, is a decision log or a recording of a server."""
     try:
-        return traces.detect(path) == "decisions"
+        return server_recording.is_recording(path) or traces.detect(path) == "decisions"
     except OSError as error:
         raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
 
 
 def read(path: Path) -> RecordedTraffic:
-    """Read a decision log, a file or a folder of them, with the times of its requests."""
+    """Read a decision log or a recording of a server, a file or a folder, with its times."""
     if not is_recorded(path):
         raise TailraceError(
-            f"{path} is no decision log; `tailrace serve --set decisions.folder=DIR` writes one"
+            f"{path} is no decision log; `tailrace serve --set decisions.folder=DIR` writes one. A "
+            "recording of a server is JSON lines with "
+            f"{', '.join(server_recording.NAMES[k][0] for k in server_recording.REQUIRED)}"
         )
+    if server_recording.is_recording(path):
+        return _of_server(server_recording.read(path))
     trace = traces.read(path)
     answered: dict[str, tuple[str, dict[str, Any]]] = {}
     for where, _, data in decision_log.records(path):
@@ -108,6 +120,7 @@ def read(path: Path) -> RecordedTraffic:
             answered[str(data["id"])] = (where, data)
     chosen = sorted(answered.values(), key=lambda item: item[1]["arrived"])
     outcomes = np.zeros(len(chosen), OUTCOME)
+    outcomes["scheduled_s"] = np.nan
     numbers = _Numbers(data.get("replica") for _, data in chosen)
     start_s = float(chosen[0][1]["arrived"])
     for row, (where, data) in zip(outcomes, chosen, strict=True):
@@ -124,6 +137,25 @@ def read(path: Path) -> RecordedTraffic:
     policies = Counter(str(data.get("policy")) for _, data in chosen)
     names = tuple(name for name, _ in policies.most_common())
     return RecordedTraffic(trace.table, outcomes, names, trace.skipped, numbers.names())
+
+
+def _of_server(recording: server_recording.Recording) -> RecordedTraffic:
+    """Return a recording as traffic of one replica. What it got when is all that is known."""
+    rows = recording.requests
+    start_s = float(rows["queued_s"][0])
+    outcomes = np.zeros(len(rows), OUTCOME)
+    for name, source in (
+        ("arrived_s", "queued_s"), ("sent_s", "queued_s"), ("scheduled_s", "scheduled_s"),
+        ("first_s", "first_s"), ("last_s", "last_s"),
+    ):  # fmt: skip
+        outcomes[name] = rows[source] - start_s
+    outcomes["cached_tokens"] = rows["cached_tokens"]
+    table = RequestTable.build(
+        outcomes["arrived_s"], rows["prompt_tokens"], rows["output_tokens"]
+    )
+    return RecordedTraffic(
+        table, outcomes, (), recording.skipped, settings=dict(recording.settings)
+    )
 
 
 class _Numbers:

@@ -1,4 +1,6 @@
-"""Speed against NVIDIA's DynoSim on recorded traffic: ``bench_peers.py --mooncake FILE --claude DIR``.
+"""Speed against NVIDIA's DynoSim on recorded traffic.
+
+    python benchmarks/bench_peers.py --mooncake FILE --claude FOLDER [--json FILE]
 
 DynoSim is the trace replay of ``ai-dynamo-runtime``; ``make peers`` installs it into an environment
 of its own, ``--peer-python`` names another. Both simulate the same trace with the same number of
@@ -41,7 +43,10 @@ BLOCK, BLOCKS, SEQUENCES, BATCH_TOKENS = 64, 16_384, 256, 8192
 #: DynoSim's polynomial: decodes take 5.74 ms and up to 54 ms per full KV memory, a prefill of x
 #: tokens 0.0152 x + 4.2e-7 x^2 ms more.
 COST = CostModel(
-    base_ms=5.74, per_token_ms=0.01518, per_context_ms=54.0 / (BLOCK * BLOCKS), per_prefill_ms=8.4e-7
+    base_ms=5.74,
+    per_token_ms=0.01518,
+    per_context_ms=54.0 / (BLOCK * BLOCKS),
+    per_prefill_ms=8.4e-7,
 )
 SEED = 0
 
@@ -120,9 +125,9 @@ def uncompressed(source: Path, scratch: Path) -> Path:
     folder.mkdir()
     for file in inside:
         plain = folder / (file.stem if file.suffix == ".gz" else file.name)
-        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as packed:
-            with plain.open("wb") as out:
-                shutil.copyfileobj(packed, out)
+        reader = gzip.open if file.suffix == ".gz" else Path.open
+        with reader(file, "rb") as packed, plain.open("wb") as out:
+            shutil.copyfileobj(packed, out)
     return folder if source.is_dir() else plain
 
 
@@ -144,12 +149,15 @@ def measure(trace: str, source: Path, python: Path, rounds: int) -> dict[str, An
                      peer_run(python, plain, trace, workers, mode))
                     for _ in range(rounds)
                 ]  # fmt: skip
-                ours, theirs = (min(side, key=lambda r: r["cpu_s"]) for side in zip(*pairs, strict=True))
+                ours, theirs = (
+                    min(side, key=lambda r: r["cpu_s"]) for side in zip(*pairs, strict=True)
+                )
                 ratio = ours["requests_per_cpu_s"] / theirs["requests_per_cpu_s"]
                 rows.append({"workers": workers, "routing": mode, "ratio": ratio,
                              "tailrace": ours, "dynosim": theirs})  # fmt: skip
                 print(
-                    f"{trace:9} {workers:3} workers {mode:12} {ours['requests_per_cpu_s']:>10,.0f}/s "
+                    f"{trace:9} {workers:3} workers {mode:12} "
+                    f"{ours['requests_per_cpu_s']:>10,.0f}/s "
                     f"{theirs['requests_per_cpu_s']:>8,.0f}/s {ratio:>7.1f}x   TTFT "
                     f"{ours['mean_ttft_s']:.3f} / {theirs['mean_ttft_s']:.3f} s, E2E "
                     f"{ours['mean_e2e_s']:.2f} / {theirs['mean_e2e_s']:.2f} s, hits "
@@ -161,8 +169,11 @@ def measure(trace: str, source: Path, python: Path, rounds: int) -> dict[str, An
 
 
 def main() -> int:
+    """Measure; 0 if every ratio reaches its goal."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--mooncake", type=Path, metavar="FILE", help="Mooncake trace (.jsonl[.gz])")
+    parser.add_argument(
+        "--mooncake", type=Path, metavar="FILE", help="Mooncake trace (.jsonl[.gz])"
+    )
     parser.add_argument("--claude", type=Path, metavar="DIR", help="Claude Code sessions (weka)")
     parser.add_argument("--peer-python", type=Path, default=DEFAULT_PYTHON, metavar="PYTHON",
                         help=f"Python that has {PEER}; default: {DEFAULT_PYTHON}")  # fmt: skip

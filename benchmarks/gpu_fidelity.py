@@ -1,8 +1,8 @@
 """How well a fitted simulator predicts real GPUs: ``python benchmarks/gpu_fidelity.py FOLDER``.
 
 FOLDER holds recordings of real servers, one folder each: ``requests.jsonl`` with the times of every
-request, ``meta.json`` with the engine's settings, and, if there is one, ``summary.txt`` with another
-simulator's errors on the same run. For each, ``tailrace calibrate`` learns the server from the times
+request, ``meta.json`` with the engine's settings, and perhaps ``summary.txt`` with the errors of
+LLMServingSim 2 on the same run. For each, ``tailrace calibrate`` learns the server from the times
 of the first half of the requests. Then the whole run is simulated with what it found and judged on
 the second half, whose times it has not seen. The other way round is printed as a cross-check.
 Exits with 1 if a mean or P90 is off by more than the limit. The report holds errors, no data.
@@ -149,6 +149,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> int:
+    """Judge all recordings; 0 if all errors are within the limits."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="recordings, one folder each, or one of them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the errors to this file")

@@ -93,5 +93,5 @@ def test_nothing_answered_and_something_else(tmp_path):
         recorded.read(none)
     other = tmp_path / "b.jsonl"
     other.write_text('{"timestamp": 0, "input_length": 5, "output_length": 5, "hash_ids": []}\n')
-    with pytest.raises(TailraceError, match="no decision log.*queued_ts"):
+    with pytest.raises(TailraceError, match=r"no decision log.*queued_ts"):
         recorded.read(other)

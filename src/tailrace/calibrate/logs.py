@@ -19,11 +19,12 @@ from tailrace.calibrate.iteration_fit import FIELDS, MAX_KNOTS, candidate_knots
 from tailrace.calibrate.probes import BUDGETS
 from tailrace.calibrate.recorded_capacity import (
     RECORDED,
-    Occupancy,
+    full_batch,
     kv_tokens,
     stated,
     token_budgets,
 )
+from tailrace.calibrate.recorded_parts import Part, part_of, sums_of_answers
 from tailrace.calibrate.result import (
     ASSUMED,
     MEASURED,
@@ -42,8 +43,8 @@ from tailrace.sim.simulator import Simulation, uses_reference
 from tailrace.workload.table import RequestTable
 
 LEAST_REQUESTS = 50
-#: Requests of a replica, from the first on, that whole runs are simulated of.
-MOST_REQUESTS = 4000
+#: Requests, from the first of each replica on, that whole runs are simulated of.
+MOST_REQUESTS = 1000
 #: Shares of the KV memory that recorded times show, which are tried.
 KV_SHARES = (0.9, 1.0, 1.1)
 #: Passes of simulating and fitting, the gain below which one is no better than the one before,
@@ -60,35 +61,6 @@ _MOST_ERRORS = 99.0
 TTFT_SHORT, TTFT_LONG = "first token, prompt <= 512", "first token, prompt > 512"
 TPOT_SMALL, TPOT_LARGE = "answer, batch <= 8", "answer, batch > 8"
 REGIMES = (TTFT_SHORT, TTFT_LONG, TPOT_SMALL, TPOT_LARGE)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The requests of one replica, in order of sending, and their recorded times."""
-
-    table: RequestTable
-    ttft_ms: Floats
-    answer_ms: Floats
-    """From the first token to the end; NaN for answers of one token."""
-    cached: Floats
-    """Prompt tokens that were cached, as far as the server said so."""
-    begin_ms: Floats
-    """First iteration, from the sending; NaN: not known."""
-
-    def times(self) -> Times:
-        """Return the first requests with recorded times in s."""
-        rows = self.table.rows[:MOST_REQUESTS]
-        first, answer = self.ttft_ms[:MOST_REQUESTS], self.answer_ms[:MOST_REQUESTS]
-        last = np.where(rows["output_tokens"] > 1, first + answer, first)
-        return Times(RequestTable(rows, self.table.runs), 1e-3 * first, 1e-3 * last)
-
-    def occupancy(self) -> Occupancy:
-        """Return when requests ran; a first token stands for a first iteration not known."""
-        sent = self.table.rows["arrival_s"]
-        first = sent + 1e-3 * self.ttft_ms
-        begin = np.where(np.isnan(self.begin_ms), first, sent + 1e-3 * self.begin_ms)
-        last = first + 1e-3 * np.where(self.table.rows["output_tokens"] > 1, self.answer_ms, 0.0)
-        return Occupancy(self.table, np.where(np.isnan(first), np.nan, begin), first, last)
 
 
 @dataclass(frozen=True)
@@ -131,7 +103,7 @@ def calibrate_log(
     groups = [numbers] if same else [[k] for k in numbers]
     found = []
     for done, group in enumerate(groups):
-        parts = [_part(recorded, k, only) for k in group]
+        parts = [part_of(recorded, k, only) for k in group]
         if sum(int(np.isfinite(part.ttft_ms).sum()) for part in parts) < LEAST_REQUESTS and (
             only is not None or sum(len(part.table) for part in parts) < LEAST_REQUESTS
         ):
@@ -146,26 +118,15 @@ def calibrate_log(
     return Calibration(source, tuple(found))
 
 
-def _part(recorded: RecordedTraffic, replica: int, only: NDArray[np.bool_] | None) -> _Part:
-    rows = recorded.by_sending(replica)
-    done = recorded.outcomes[rows]
-    table = recorded.at(rows)
-    unused = done["is_estimated"] if only is None else done["is_estimated"] | ~only[rows]
-    ttft = np.where(unused, np.nan, 1e3 * (done["first_s"] - done["sent_s"]))
-    answer = np.where(unused, np.nan, 1e3 * (done["last_s"] - done["first_s"]))
-    begin = np.where(unused, np.nan, 1e3 * (done["scheduled_s"] - done["sent_s"]))
-    several = table.rows["output_tokens"] > 1
-    cached = np.maximum(done["cached_tokens"], 0).astype(np.float64)
-    return _Part(table, ttft, np.where(several & (answer > 0), answer, np.nan), cached, begin)
-
-
 def _calibrated(
-    name: str, parts: Sequence[_Part], known: Replica, settings: Mapping[str, int]
+    name: str, parts: Sequence[Part], known: Replica, settings: Mapping[str, int]
 ) -> Calibrated:
     found = stated(settings)
     running = [part.occupancy() for part in parts]
     most = max(part.running() for part in running)
-    cap, source = found.get("batch_cap", (known.batch_cap, ASSUMED))
+    seen = full_batch(running) if "batch_cap" not in found else None
+    assumed = (known.batch_cap, ASSUMED) if seen is None else (seen, MEASURED)
+    cap, source = found.get("batch_cap", assumed)
     found["batch_cap"] = (cap, source) if cap >= most else (most, MEASURED)
     replica, _ = with_capacity(known, found)
     if "num_blocks" not in found:
@@ -178,7 +139,7 @@ def _calibrated(
             f"{replica.scheduler} of {replica.num_stages} stages"
         )
     start = _first_guess(parts)
-    times = [part.times() for part in parts]
+    times = [part.times(-(-MOST_REQUESTS // len(parts))) for part in parts]
     if found["num_blocks"][1] != MEASURED and not any(len(part.table.runs) for part in parts):
         # Nothing is shared and nothing is evicted: no caches are needed, and it is twice as fast.
         uncached = {"prefix_caching": False}
@@ -255,7 +216,7 @@ def _with(fitted: Fitted, refined: RunFit) -> Fitted:
 
 
 def _settle(
-    parts: Sequence[_Part], replica: Replica, model: CostModel, passes: int
+    parts: Sequence[Part], replica: Replica, model: CostModel, passes: int
 ) -> tuple[Fitted, _Explained, float]:
     """Simulate and fit in turn as long as simulated times come nearer to the recorded ones.
 
@@ -300,7 +261,7 @@ def _fitted(sums: Sums) -> Fitted:
     return fit(sums, noise_ms=jitter_ms, form=likeliest.form)
 
 
-def _looked_at(parts: Sequence[_Part], replica: Replica, model: CostModel) -> _Explained:
+def _looked_at(parts: Sequence[Part], replica: Replica, model: CostModel) -> _Explained:
     """Return the recorded times as sums of iterations simulated with a model."""
     now = replica.model_copy(update={"cost": model})
     return _joined([_explained(part, now) for part in parts])
@@ -327,7 +288,7 @@ def _blend(a: CostModel, b: CostModel, share: float) -> CostModel:
     return CostModel(**values, knots=tuple(sorted((k, s) for k, s in kept if s > 0.0)))
 
 
-def _explained(part: _Part, replica: Replica) -> _Explained:
+def _explained(part: Part, replica: Replica) -> _Explained:
     """Simulate the requests of a replica and sum up the iterations of each recorded time."""
     result = _simulated(part.table, replica)
     batches = result.batches
@@ -396,63 +357,24 @@ def _joined(parts: Sequence[_Explained]) -> _Explained:
 # ---- what is not known --------------------------------------------------------------------------
 
 
-def _first_guess(parts: Sequence[_Part]) -> CostModel:
+def _first_guess(parts: Sequence[Part]) -> CostModel:
     """Return a model from the answers alone, without a simulation.
 
     Every iteration gives each answer under way a token, so an answer of n tokens took n - 1 of
     them. What else was in them is known from the log: the other answers under way on average, and
     the prompts whose first token came meanwhile.
     """
-    rows = [_answers(part) for part in parts]
+    rows = [sums_of_answers(part) for part in parts]
     fixed, ms = (np.concatenate([r[k] for r in rows]) for k in (0, 1))
     if len(ms) < FIXED:
         raise TailraceError("the log has no streamed answers of two tokens or more to learn from")
     return _fitted(Sums(fixed, np.zeros((len(ms), 0)), (), ms)).model
 
 
-def _answers(part: _Part) -> tuple[Floats, Floats]:
-    """Return the sums of iterations [k, FIXED] of answers, roughly, and their times in ms."""
-    about = part.table.rows
-    used = np.flatnonzero(np.isfinite(part.answer_ms) & np.isfinite(part.ttft_ms))
-    prompt, output = (about[n][used].astype(np.float64) for n in ("prompt_tokens", "output_tokens"))
-    first = about["arrival_s"][used] + 1e-3 * part.ttft_ms[used]
-    last = first + 1e-3 * part.answer_ms[used]
-    held = prompt + output / 2
-    fresh = prompt - np.minimum(part.cached[used], prompt)
-    work = fresh * (prompt - fresh / 2)
-    seconds = last - first
-
-    def mean(amount: Floats) -> Floats:
-        """Mean over each answer's time of an amount that each answer under way adds."""
-        moments = np.concatenate([first, last])
-        order = np.argsort(moments, kind="stable")
-        level = np.cumsum(np.concatenate([amount, -amount])[order])
-        at = moments[order]
-        area = np.concatenate([[0.0], np.cumsum(level[:-1] * np.diff(at))])
-        spans: Floats = np.interp(last, at, area) - np.interp(first, at, area)
-        return spans / seconds
-
-    def meanwhile(amount: Floats) -> Floats:
-        """Sum of an amount over the first tokens during each answer."""
-        order = np.argsort(first, kind="stable")
-        total = np.concatenate([[0.0], np.cumsum(amount[order])])
-        sooner = first[order]
-        until, since = (np.searchsorted(sooner, at, side="right") for at in (last, first))
-        found: Floats = total[until] - total[since]
-        return found
-
-    steps = output - 1
-    columns = (
-        steps, steps * mean(np.ones_like(steps)) + meanwhile(fresh), steps * mean(held),
-        meanwhile(work), np.zeros_like(steps),
-    )  # fmt: skip
-    return np.column_stack(columns), part.answer_ms[used]
-
-
-def _token_budget(parts: Sequence[_Part], replica: Replica, start: CostModel) -> tuple[int, str]:
+def _token_budget(parts: Sequence[Part], replica: Replica, start: CostModel) -> tuple[int, str]:
     """Return the tokens per iteration that explain a part of the log best."""
     largest = max(int(part.table.rows["prompt_tokens"].max()) for part in parts)
-    sample = [_beginning(part, SAMPLE // len(parts)) for part in parts]
+    sample = [part.beginning(SAMPLE // len(parts)) for part in parts]
     errors: dict[int, float] = {}
     for budget in BUDGETS:
         now = replica.model_copy(update={"chunk_size": budget})
@@ -462,12 +384,6 @@ def _token_budget(parts: Sequence[_Part], replica: Replica, start: CostModel) ->
     best = min(errors, key=lambda budget: errors[budget])
     others = min((e for budget, e in errors.items() if budget != best), default=0.0)
     return best, MEASURED if errors[best] < 0.9 * others else ASSUMED
-
-
-def _beginning(part: _Part, count: int) -> _Part:
-    rows = part.table.rows[:count]
-    columns = (part.ttft_ms, part.answer_ms, part.cached, part.begin_ms)
-    return _Part(RequestTable(rows, part.table.runs), *(values[:count] for values in columns))
 
 
 # ---- errors -------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ Floats = NDArray[np.float64]
 RECORDED = "recording"
 #: A request has waited if it was longer than so many times the median iteration.
 _WAITED = 5.0
-#: Moments needed to say that KV memory was full.
-_LEAST_MOMENTS = 5
+#: Moments needed to say that the batch or KV memory was full, and the least cap that is believed.
+_LEAST_MOMENTS, _LEAST_CAP = 5, 8
+#: Share of those moments at which a full batch has to be full.
+_MOSTLY = 0.8
 #: Below this share of the batch cap, something else than the cap keeps requests waiting.
 _BELOW_CAP = 0.95
 #: KV memory beyond what was ever held, where nothing shows its size.
@@ -35,10 +37,17 @@ class Occupancy:
     begin_s: Floats
     first_s: Floats
     last_s: Floats
+    is_exact: bool
+    """Whether ``begin_s`` is what the server says; else it is the first token."""
+
+    def known(self) -> NDArray[np.bool_]:
+        """Return which requests' times are known."""
+        known: NDArray[np.bool_] = np.isfinite(self.begin_s) & np.isfinite(self.last_s)
+        return known
 
     def running(self) -> int:
         """Return how many ran at once, at most."""
-        known = np.isfinite(self.begin_s) & np.isfinite(self.last_s)
+        known = self.known()
         moments = np.concatenate([self.begin_s[known], self.last_s[known]])
         steps = np.repeat([1, -1], int(known.sum()))
         order = np.lexsort((steps, moments))
@@ -80,36 +89,57 @@ def token_budgets(settings: Mapping[str, int]) -> tuple[int, ...]:
     return tuple(sorted({budget, budget * settings.get("data_parallel_size", 1)}))
 
 
+def full_batch(parts: Sequence[Occupancy]) -> int | None:
+    """Return the batch cap if the times show it: requests waited and began when one had ended.
+
+    Then about as many ran at each beginning as ever did. None: it does not show.
+    """
+    most = max(part.running() for part in parts)
+    counts = [count for part in parts for count, _ in _waited(part)]
+    if len(counts) < _LEAST_MOMENTS or most < _LEAST_CAP:
+        return None
+    at_cap = np.mean(np.array(counts) + 1 >= _BELOW_CAP * most)
+    return most if at_cap >= _MOSTLY else None
+
+
 def kv_tokens(parts: Sequence[Occupancy], batch_cap: int) -> tuple[float, bool]:
     """Return the KV memory in tokens, and whether the times show it.
 
-    It shows when requests wait although the batch is not full: what is held then is all there is.
+    It shows when requests wait although the batch is not full: what is held then is all there is,
+    and about as much as ever is. Other waits, as for a long prompt before, come at any fill.
     """
-    full: list[float] = []
-    capped = 0
-    most = 0.0
-    for part in parts:
-        known = np.isfinite(part.begin_s) & np.isfinite(part.last_s)
-        if not known.any():
-            continue
-        gaps = (part.last_s - part.first_s) / np.maximum(part.table.rows["output_tokens"] - 1, 1)
-        patience_s = _WAITED * float(np.median(gaps[known]))
-        longest_s = float((part.last_s - part.table.rows["arrival_s"])[known].max())
-        arrival_s = part.table.rows["arrival_s"]
-        unknown_s = arrival_s[~known]
-        for row in np.flatnonzero(known):
-            at_s = float(part.begin_s[row])
-            count, tokens = part.held(at_s)
-            most = max(most, tokens, part.held(float(part.first_s[row]))[1])
-            # Requests whose times are not known may run as well.
-            sooner = unknown_s[unknown_s < arrival_s[row]]
-            if len(sooner) and sooner.max() > at_s - longest_s:
-                continue
-            if at_s - arrival_s[row] > patience_s:
-                if count < _BELOW_CAP * batch_cap:
-                    full.append(tokens)
-                else:
-                    capped += 1
-    if len(full) >= _LEAST_MOMENTS and len(full) > capped:
-        return float(np.median(full)), True
+    waited = [moment for part in parts if part.is_exact for moment in _waited(part)]
+    full = [tokens for count, tokens in waited if count < _BELOW_CAP * batch_cap]
+    most = max(
+        (part.held(float(at))[1] for part in parts for at in part.first_s[part.known()]),
+        default=0.0,
+    )
+    if len(full) >= _LEAST_MOMENTS and len(full) > len(waited) / 2:
+        size = float(np.median(full))
+        longest = max(
+            int((part.table.rows["prompt_tokens"] + part.table.rows["output_tokens"]).max())
+            for part in parts
+        )
+        if size >= max(_MOSTLY * most, _ROOM * longest):
+            return size, True
     return max(float(REFERENCE.kv_tokens), _ROOM * most), False
+
+
+def _waited(part: Occupancy) -> list[tuple[int, float]]:
+    """Return requests that ran, and the tokens they held, whenever one began that had waited."""
+    known = part.known()
+    if not known.any():
+        return []
+    arrival_s = part.table.rows["arrival_s"]
+    gaps = (part.last_s - part.first_s) / np.maximum(part.table.rows["output_tokens"] - 1, 1)
+    patience_s = _WAITED * float(np.median(gaps[known]))
+    longest_s = float((part.last_s - arrival_s)[known].max())
+    unknown_s = arrival_s[~known]
+    found = []
+    for row in np.flatnonzero(known & (part.begin_s - arrival_s > patience_s)):
+        at_s = float(part.begin_s[row])
+        # Requests whose times are not known may have run as well.
+        sooner = unknown_s[unknown_s < arrival_s[row]]
+        if not len(sooner) or sooner.max() <= at_s - longest_s:
+            found.append(part.held(at_s))
+    return found

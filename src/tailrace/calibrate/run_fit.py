@@ -80,17 +80,18 @@ def fit_run(
     ``near`` is a model to start from as well, and its knots are tried too.
     """
     iteration_s = _iteration_s(parts)
+    own = () if near is None else tuple(sorted(at for at, _ in near.knots))
     chosen: RunFit | None = None
-    sets = list(knots)
-    if near is not None and near.knots:
-        sets = sorted({*sets, tuple(sorted(k for k, _ in near.knots))}, key=len)
     last: RunFit | None = None
-    for places in sets:
+    for places in sorted({*knots, own}, key=len):
         typical = _begin(iteration_s, starts[0], len(places))
-        begin = [typical] if last else [_begin(iteration_s, share, 0) for share in starts]
-        if last is not None:
-            begin.append(_as_values(last.model, last.overhead_ms, places, typical))
-        if near is not None and (last is None or near.knots):
+        if last is None:
+            begin = [_begin(iteration_s, share, 0) for share in starts]
+        else:
+            begin = [_as_values(last.model, last.overhead_ms, places, typical)]
+            if places != own:
+                begin.append(typical)
+        if near is not None and places == own:
             begin.append(_as_values(near, overhead_ms, places, typical))
         last = min((_solve(parts, replica, places, b, iteration_s) for b in begin), key=_loss)
         if chosen is None or _price(last) < _price(chosen):
@@ -112,8 +113,8 @@ def _loss(found: RunFit) -> float:
 
 
 def _price(found: RunFit) -> float:
-    """Return the loss with what the knots have to be worth."""
-    return found.loss / (1.0 - KNOT_GAIN) ** len(found.model.knots)
+    """Return the loss with what the knots have to be worth; of a loss below 1 nothing is learnt."""
+    return (1.0 + found.loss) / (1.0 - KNOT_GAIN) ** len(found.model.knots)
 
 
 def _iteration_s(parts: Sequence[Times]) -> float:
@@ -146,7 +147,8 @@ def _as_values(
     ]
     rest = (model.per_context_ms, model.per_prefill_ms, overhead_ms)
     values = np.array([model.base_ms, *slopes, *rest])
-    return np.maximum(values, 0.02 * typical)
+    found: Floats = np.maximum(values, 0.02 * typical)
+    return found
 
 
 def _as_model(values: Floats, places: tuple[float, ...]) -> CostModel:
@@ -232,9 +234,7 @@ def _residuals(
     return np.concatenate(found)
 
 
-def simulated(
-    table: RequestTable, replica: Replica, overhead_ms: float
-) -> tuple[Floats, Floats]:
+def simulated(table: RequestTable, replica: Replica, overhead_ms: float) -> tuple[Floats, Floats]:
     """Simulate a replica; return first and last tokens [R] in s from the sending."""
     simulation = Simulation(Cluster(replicas=(replica,)), table, engine=Engine())
     simulation.replay(np.zeros(len(table), np.int64))

@@ -150,9 +150,7 @@ def _of_server(recording: server_recording.Recording) -> RecordedTraffic:
     ):  # fmt: skip
         outcomes[name] = rows[source] - start_s
     outcomes["cached_tokens"] = rows["cached_tokens"]
-    table = RequestTable.build(
-        outcomes["arrived_s"], rows["prompt_tokens"], rows["output_tokens"]
-    )
+    table = RequestTable.build(outcomes["arrived_s"], rows["prompt_tokens"], rows["output_tokens"])
     return RecordedTraffic(
         table, outcomes, (), recording.skipped, settings=dict(recording.settings)
     )

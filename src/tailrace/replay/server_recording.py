@@ -156,7 +156,7 @@ def _settings(file: Path) -> dict[str, int]:
         raise TailraceError(f"{file}: not JSON ({error})") from None
     if not isinstance(data, dict):
         raise TailraceError(f"{file}: must be a JSON object")
-    inner = next((data[k] for k in ("engine_kwargs", "engine_args") if k in data), {})
+    inner: Any = next((data[k] for k in ("engine_kwargs", "engine_args") if k in data), {})
     merged = {**data, **(inner if isinstance(inner, dict) else {})}
     found = {}
     for name, most in _SETTINGS.items():

@@ -23,6 +23,8 @@ _WAITED = 5.0
 _LEAST_MOMENTS, _LEAST_CAP = 5, 8
 #: Share of those moments at which a full batch has to be full.
 _MOSTLY = 0.8
+#: Share of the most that is ever held, which is held typically when KV memory is full.
+_NEARLY = 0.75
 #: Below this share of the batch cap, something else than the cap keeps requests waiting.
 _BELOW_CAP = 0.95
 #: KV memory beyond what was ever held, where nothing shows its size.
@@ -110,19 +112,17 @@ def kv_tokens(parts: Sequence[Occupancy], batch_cap: int) -> tuple[float, bool]:
     """
     waited = [moment for part in parts if part.is_exact for moment in _waited(part)]
     full = [tokens for count, tokens in waited if count < _BELOW_CAP * batch_cap]
-    most = max(
-        (part.held(float(at))[1] for part in parts for at in part.first_s[part.known()]),
-        default=0.0,
-    )
+    held = [part.held(float(at))[1] for part in parts for at in part.first_s[part.known()]]
     if len(full) >= _LEAST_MOMENTS and len(full) > len(waited) / 2:
-        size = float(np.median(full))
         longest = max(
             int((part.table.rows["prompt_tokens"] + part.table.rows["output_tokens"]).max())
             for part in parts
         )
-        if size >= max(_MOSTLY * most, _ROOM * longest):
+        # A request begins when it fits, so that some room may be left each time.
+        size = float(np.percentile(full, 90))
+        if size >= _ROOM * longest and np.median(full) >= _NEARLY * np.percentile(held, 95):
             return size, True
-    return max(float(REFERENCE.kv_tokens), _ROOM * most), False
+    return max(float(REFERENCE.kv_tokens), _ROOM * max(held, default=0.0)), False
 
 
 def _waited(part: Occupancy) -> list[tuple[int, float]]:

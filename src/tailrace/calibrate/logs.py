@@ -24,7 +24,7 @@ from tailrace.calibrate.recorded_capacity import (
     stated,
     token_budgets,
 )
-from tailrace.calibrate.recorded_parts import Part, part_of, sums_of_answers
+from tailrace.calibrate.recorded_parts import RecordedPart, part_of, sums_of_answers
 from tailrace.calibrate.result import (
     ASSUMED,
     MEASURED,
@@ -119,7 +119,7 @@ def calibrate_log(
 
 
 def _calibrated(
-    name: str, parts: Sequence[Part], known: Replica, settings: Mapping[str, int]
+    name: str, parts: Sequence[RecordedPart], known: Replica, settings: Mapping[str, int]
 ) -> Calibrated:
     found = stated(settings)
     running = [part.occupancy() for part in parts]
@@ -216,7 +216,7 @@ def _with(fitted: Fitted, refined: RunFit) -> Fitted:
 
 
 def _settle(
-    parts: Sequence[Part], replica: Replica, model: CostModel, passes: int
+    parts: Sequence[RecordedPart], replica: Replica, model: CostModel, passes: int
 ) -> tuple[Fitted, _Explained, float]:
     """Simulate and fit in turn as long as simulated times come nearer to the recorded ones.
 
@@ -261,7 +261,7 @@ def _fitted(sums: Sums) -> Fitted:
     return fit(sums, noise_ms=jitter_ms, form=likeliest.form)
 
 
-def _looked_at(parts: Sequence[Part], replica: Replica, model: CostModel) -> _Explained:
+def _looked_at(parts: Sequence[RecordedPart], replica: Replica, model: CostModel) -> _Explained:
     """Return the recorded times as sums of iterations simulated with a model."""
     now = replica.model_copy(update={"cost": model})
     return _joined([_explained(part, now) for part in parts])
@@ -288,7 +288,7 @@ def _blend(a: CostModel, b: CostModel, share: float) -> CostModel:
     return CostModel(**values, knots=tuple(sorted((k, s) for k, s in kept if s > 0.0)))
 
 
-def _explained(part: Part, replica: Replica) -> _Explained:
+def _explained(part: RecordedPart, replica: Replica) -> _Explained:
     """Simulate the requests of a replica and sum up the iterations of each recorded time."""
     result = _simulated(part.table, replica)
     batches = result.batches
@@ -357,7 +357,7 @@ def _joined(parts: Sequence[_Explained]) -> _Explained:
 # ---- what is not known --------------------------------------------------------------------------
 
 
-def _first_guess(parts: Sequence[Part]) -> CostModel:
+def _first_guess(parts: Sequence[RecordedPart]) -> CostModel:
     """Return a model from the answers alone, without a simulation.
 
     Every iteration gives each answer under way a token, so an answer of n tokens took n - 1 of
@@ -371,7 +371,9 @@ def _first_guess(parts: Sequence[Part]) -> CostModel:
     return _fitted(Sums(fixed, np.zeros((len(ms), 0)), (), ms)).model
 
 
-def _token_budget(parts: Sequence[Part], replica: Replica, start: CostModel) -> tuple[int, str]:
+def _token_budget(
+    parts: Sequence[RecordedPart], replica: Replica, start: CostModel
+) -> tuple[int, str]:
     """Return the tokens per iteration that explain a part of the log best."""
     largest = max(int(part.table.rows["prompt_tokens"].max()) for part in parts)
     sample = [part.beginning(SAMPLE // len(parts)) for part in parts]

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordedPart:
     """The requests of one replica, in order of sending, and their recorded times."""
 
     table: RequestTable
@@ -46,14 +46,16 @@ class Part:
         is_exact = bool(np.isfinite(self.begin_ms).any())
         return Occupancy(self.table, begin, first, last, is_exact)
 
-    def beginning(self, count: int) -> "Part":
+    def beginning(self, count: int) -> "RecordedPart":
         """Return the first requests only."""
         columns = (self.ttft_ms, self.answer_ms, self.cached, self.begin_ms)
         table = RequestTable(self.table.rows[:count], self.table.runs)
-        return Part(table, *(values[:count] for values in columns))
+        return RecordedPart(table, *(values[:count] for values in columns))
 
 
-def part_of(recorded: RecordedTraffic, replica: int, only: NDArray[np.bool_] | None) -> Part:
+def part_of(
+    recorded: RecordedTraffic, replica: int, only: NDArray[np.bool_] | None
+) -> RecordedPart:
     """Return one replica's part; ``only`` [R]: the requests whose times may be used, None: all."""
     rows = recorded.by_sending(replica)
     done = recorded.outcomes[rows]
@@ -64,10 +66,12 @@ def part_of(recorded: RecordedTraffic, replica: int, only: NDArray[np.bool_] | N
     begin = np.where(unused, np.nan, 1e3 * (done["scheduled_s"] - done["sent_s"]))
     several = table.rows["output_tokens"] > 1
     cached = np.maximum(done["cached_tokens"], 0).astype(np.float64)
-    return Part(table, ttft, np.where(several & (answer > 0), answer, np.nan), cached, begin)
+    return RecordedPart(
+        table, ttft, np.where(several & (answer > 0), answer, np.nan), cached, begin
+    )
 
 
-def sums_of_answers(part: Part) -> tuple[Floats, Floats]:
+def sums_of_answers(part: RecordedPart) -> tuple[Floats, Floats]:
     """Return the iterations of answers, roughly, as sums [k, interval_fit.FIXED], and their ms."""
     about = part.table.rows
     used = np.flatnonzero(np.isfinite(part.answer_ms) & np.isfinite(part.ttft_ms))

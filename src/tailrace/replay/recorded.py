@@ -139,7 +139,7 @@ def read(path: Path) -> RecordedTraffic:
     return RecordedTraffic(trace.table, outcomes, names, trace.skipped, numbers.names())
 
 
-def _of_server(recording: server_recording.Recording) -> RecordedTraffic:
+def _of_server(recording: server_recording.ServerRecording) -> RecordedTraffic:
     """Return a recording as traffic of one replica. What it got when is all that is known."""
     rows = recording.requests
     start_s = float(rows["queued_s"][0])

@@ -54,7 +54,7 @@ _MOST_S = 1e10
 
 
 @dataclass(frozen=True)
-class Recording:
+class ServerRecording:
     """Answered requests [R] (RECORD) in the order they were queued."""
 
     requests: NDArray[np.void]
@@ -80,7 +80,7 @@ def is_recording(path: Path) -> bool:
     )
 
 
-def read(path: Path) -> Recording:
+def read(path: Path) -> ServerRecording:
     """Read a recording; a TailraceError names the file and line of the first mistake."""
     file = _file(path)
     rows: list[tuple[float, ...]] = []
@@ -101,7 +101,7 @@ def read(path: Path) -> Recording:
         raise TailraceError(f"{file} has no answered requests")
     found = np.array(rows, RECORD)
     found = found[np.argsort(found["queued_s"], kind="stable")]
-    return Recording(found, _settings(file.parent / META), skipped)
+    return ServerRecording(found, _settings(file.parent / META), skipped)
 
 
 def _file(path: Path) -> Path:

@@ -21,7 +21,7 @@ EXAMPLES = frozenset(
         "baselines.json",
         "assessment.json",
         "assessment/assessment.html",
-        *("past.toml", "recent.toml", "report.html", "requests.csv"),
+        *("past.toml", "recent.toml", "report.html", "requests.csv", "meta.json"),
     }
 )
 SUFFIXES = "py|md|json|toml|yml|svg|png|html|txt"

@@ -52,6 +52,7 @@ LAYERS = (
     ("router.configuration",),
     ("router.proxy",),
     ("router",),
+    ("picker",),
     ("router.workers",),
     ("assess",),
     ("integrations",),
@@ -66,7 +67,11 @@ LAYERS = (
 FORBIDDEN = (
     *(("report", other) for other in ("sim", "saturation", "env", "policy", "learn", "router")),
     ("report", "evaluate.measure.runner"),
-    *(("router", other) for other in ("sim", "saturation", "env", "evaluate", "learn")),
+    *(
+        (front, other)
+        for front in ("router", "picker")
+        for other in ("sim", "saturation", "env", "evaluate", "learn")
+    ),
 )
 
 RANK = {entry: rank for rank, layer in enumerate(LAYERS) for entry in layer}

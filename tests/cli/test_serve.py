@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("uvloop")
 
-from tailrace.cli.serve import _overrides
+from tailrace.cli.routers import given_settings
 from tailrace.router.serve_settings import load
 
 OPTIONS = dict.fromkeys(
@@ -18,7 +18,7 @@ def test_a_cluster_file_describes_the_servers(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("[[cluster.replicas]]\nspeed = 0.5\n\n[[cluster.replicas]]\nbatch_cap = 7\n")
     given = OPTIONS | {"backends": URLS, "cluster": path}
-    first, second = load(None, _overrides(given)).backends
+    first, second = load(None, given_settings(given)).backends
     assert (first.server.speed, second.server.batch_cap) == (0.5, 7)
     # What the file does not say is left to what the servers tell.
     assert first.server.model_fields_set == {"speed", "count"}

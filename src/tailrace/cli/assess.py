@@ -215,7 +215,7 @@ def _record(
     urls: tuple[str, ...], folder: Path, present: str, seed: int, settings: dict[str, Any]
 ) -> Path:
     """Route with the present rule for a while; returns the folder of its decision log."""
-    from tailrace.cli.serve import MODULES
+    from tailrace.cli.routers import MODULES
     from tailrace.workload import decision_log
 
     console.need(*MODULES, extra="serve", what="tailrace assess URL")

@@ -7,7 +7,7 @@ import click
 
 from tailrace import compile_events
 from tailrace.cli import console, options
-from tailrace.cli.serve import MODULES
+from tailrace.cli.routers import MODULES
 from tailrace.errors import TailraceError
 
 PARTS = ("simulate", "serve")

@@ -9,6 +9,7 @@ service calls a few times per second for all connections: that is cheaper than a
 import asyncio
 import logging
 import select
+from collections.abc import Mapping
 from typing import Protocol, cast
 
 import orjson
@@ -51,6 +52,15 @@ class HttpRequest:
     def path(self) -> bytes:
         """Target without its query."""
         return self.head.path
+
+    @property
+    def lower(self) -> Mapping[bytes, bytes]:
+        """Its headers, with names in lower case."""
+        return self.head.lower
+
+    def failed(self) -> None:
+        """Respond with an error of ours, for a bug or a lack of memory."""
+        self.client.failed(self.head)
 
     def drop_body(self) -> None:
         """Free the body: it will not be sent (again)."""

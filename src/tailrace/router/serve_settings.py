@@ -28,6 +28,7 @@ from tailrace.router.settings import (
     LimitSettings,
     LogSettings,
     ModelSettings,
+    PickSettings,
     RetrySettings,
     address,
     is_loopback,
@@ -69,6 +70,7 @@ class ServeSettings(Settings):
     retry: RetrySettings = RetrySettings()
     health: HealthSettings = HealthSettings()
     admission: AdmissionSettings = AdmissionSettings()
+    pick: PickSettings = PickSettings()
     log: LogSettings = LogSettings()
     lame_duck_s: float = Field(default=5.0, ge=0, le=3600, allow_inf_nan=False)
     """How long connections and requests are still accepted after SIGTERM while /ready fails, s."""

@@ -248,6 +248,22 @@ class AdmissionSettings(Settings):
     the server gets the client's, and such a request goes before all others there."""
 
 
+class PickSettings(Settings):
+    """The endpoint picker (`tailrace pick`); without effect for `tailrace serve`."""
+
+    fallbacks: int = Field(default=2, ge=0, le=16)
+    """Endpoints named after the first, best first, for the proxy's retries."""
+    responses: str = Field(default="auto", pattern=r"^(auto|all|none)$")
+    """Responses whose body the picker reads for tokens and usage. all: every one. none: no one;
+    only the end is seen, and lengths are estimated. auto: complete ones, and streams while
+    `stream_messages_per_s` is not used up. The proxy must allow mode overrides (picker.md)."""
+    stream_messages_per_s: float = Field(default=500.0, ge=0, le=1e6, allow_inf_nan=False)
+    """Parts of streamed responses per second, on average, that `responses = "auto"` reads."""
+    objectives: dict[Annotated[str, Field(min_length=1, max_length=253)], int] = Field(default={})
+    """Priority of each InferenceObjective, by name: higher is more urgent, 0 is the default.
+    Requests below 0 are rejected (429) instead of waiting when all replicas are full."""
+
+
 class LogSettings(Settings):
     """The log on standard error, one JSON object per line; never contains keys or request text."""
 

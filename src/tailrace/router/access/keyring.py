@@ -7,14 +7,27 @@ it is looked up, so how long the look-up takes says nothing about the keys that 
 import hashlib
 import hmac
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from tailrace.errors import TailraceError
-from tailrace.net.heads import KEY_HEADERS, RequestHead
+from tailrace.net.heads import KEY_HEADERS
 from tailrace.router.access.accounts import Account, ClientAccounts, owners, warm_up
 from tailrace.router.settings import MAX_KEY_BYTES, ClientSettings
 
 _SCHEME = b"bearer"
+
+
+class ShownHead(Protocol):
+    """The headers of a request."""
+
+    @property
+    def headers(self) -> Iterable[tuple[bytes, bytes]]:
+        """All of them, in order."""
+
+    @property
+    def lower(self) -> Mapping[bytes, bytes]:
+        """By lower-case name; the first of several wins."""
 
 
 class Client:
@@ -80,7 +93,7 @@ class Keyring:
         """Whether everybody may use the router, because there are no clients."""
         return not self.clients
 
-    def find(self, head: RequestHead) -> Client | None:
+    def find(self, head: ShownHead) -> Client | None:
         """Return the client whose key a request shows; None: it shows none that is valid.
 
         The key is in ``Authorization: Bearer`` or in ``x-api-key``. A request that shows two
@@ -99,7 +112,7 @@ class Keyring:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()
 
 
-def _key_of(head: RequestHead) -> bytes | None:
+def _key_of(head: ShownHead) -> bytes | None:
     """Return the one key of a request's headers."""
     lower = head.lower
     authorization, own = lower.get(b"authorization"), lower.get(b"x-api-key")

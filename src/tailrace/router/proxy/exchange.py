@@ -1,32 +1,30 @@
-"""Life of one request: admit, decide, send, stream, account; retry, time limits, client gone.
+"""Life of one request through the proxy: send, stream, retry, time limits, client gone.
 
 An :class:`Exchange` is called by the client's connection, by the backend's connection and by a
-sweep a few times per second. No task and no timer belongs to it, so a request costs little. Each
-way out of it leads through ``_finish``, which closes the attempt exactly once.
+sweep a few times per second. No task and no timer belongs to it, so a request costs little.
 """
 
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import NamedTuple
 
 from tailrace.net.client import NO_FILES, UpstreamConnection
 from tailrace.net.heads import ResponseHead
 from tailrace.net.server import HttpRequest
 from tailrace.router.access.keyring import Client
-from tailrace.router.decide.chooser import Decision
-from tailrace.router.intake import priority_field
-from tailrace.router.intake.priority_field import SplicedBody
-from tailrace.router.observe.decision_log import DecisionLog
-from tailrace.router.observe.events import EventSink
 from tailrace.router.proxy import errors, response_headers
-from tailrace.router.proxy.admission import Queue, RetryBudget
-from tailrace.router.proxy.backends import Backend, Backends
-from tailrace.router.proxy.catalogue import ModelCatalogue
+from tailrace.router.proxy.backends import Backend
+from tailrace.router.proxy.context import RequestContext
 from tailrace.router.proxy.relay import Relay
 from tailrace.router.proxy.response_scan import TAIL_BYTES, find_response_id, find_usage
-from tailrace.router.proxy.tokenize_probe import MAX_PROBE_BYTES, TokenizeProbe
-from tailrace.router.serve_settings import ServeSettings
+from tailrace.router.proxy.routed_request import (
+    CONNECTING,
+    OVER,
+    SENT,
+    STREAMING,
+    WAITING,
+    RoutedRequest,
+)
+from tailrace.router.proxy.tokenize_probe import MAX_PROBE_BYTES
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.attempt import Attempt
 
@@ -36,75 +34,16 @@ STALE_S = 1.0
 #: Methods that change nothing, so that a request of any kind may be sent twice (RFC 9110 9.2.1).
 _SAFE = frozenset((b"GET", b"HEAD", b"OPTIONS", b"TRACE"))
 
-# Stages of an exchange.
-WAITING, CONNECTING, SENT, STREAMING, OVER = range(5)
 
-
-class Suspect(NamedTuple):
-    """A backend that failed a request after it was sent there."""
-
-    backend: Backend
-    why: str
-    pause_s: float
-    """Above 0: it works, but has asked for no requests for this long."""
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class ExchangeContext:
-    """What all exchanges share."""
-
-    settings: ServeSettings
-    backends: Backends
-    events: EventSink
-    decision_log: DecisionLog
-    queue: Queue
-    retry_budget: RetryBudget
-    tokenize_probe: TokenizeProbe
-    models: ModelCatalogue
-    explains: bool = False
-    """Whether routing decisions are explained to clients without their own setting."""
-    attempts: int = 1
-    """How often a request is sent at most."""
-    logs_requests: bool = False
-    """Whether every request is logged."""
-    now: float = 0.0
-    """Coarse clock, s; set by the sweep."""
-    active: "set[Exchange]" = field(default_factory=set)
-    """Exchanges that are not over."""
-
-    def set_up(self, settings: ServeSettings) -> None:
-        """Go by settings. What every request needs is kept apart: two reads of nested settings
-        took 0.4 us."""
-        self.settings = settings
-        self.explains = settings.explains
-        self.attempts = settings.retry.attempts
-        self.logs_requests = settings.log.requests
-
-    def admit_waiting(self) -> None:
-        """There may be room for a request: admit those that wait, in order."""
-        if self.queue.items:
-            self.queue.pump(self.now)
-            self.report_waiting()
-
-    def report_waiting(self) -> None:
-        """Let other workers know whether requests wait here, so that they leave some room."""
-        room = self.backends.room
-        if room is not None:
-            room.wait(len(self.queue) > 0)
-
-
-class Exchange:
+class Exchange(RoutedRequest):
     """One request in progress."""
 
-    __slots__ = ("__weakref__", "_attempts", "_backend", "_charged", "_client", "_connection",
-                 "_context", "_explained", "_failure", "_heard_at", "_home", "_kind", "_model",
-                 "_queued", "_refreshed", "_relay", "_repeatable", "_request", "_reserved",
-                 "_sent_at", "_started_at", "_suspects", "_timed_out", "_tried", "arrival",
-                 "attempt", "decision", "id", "paused", "priority", "stage")  # fmt: skip
+    __slots__ = ("_connection", "_heard_at", "_refreshed", "_relay", "_repeatable", "_request",
+                 "_sent_at", "_timed_out", "paused")  # fmt: skip
 
     def __init__(
         self,
-        context: ExchangeContext,
+        context: RequestContext,
         request: HttpRequest,
         request_id: bytes,
         kind: str,
@@ -113,175 +52,22 @@ class Exchange:
         reserved: float = 0.0,
         model: str = "",
     ) -> None:
-        """``arrival``: the request as the policy sees it; None: it is not routed by content.
-
-        ``client``: whose account has a place and ``reserved`` tokens taken for it. ``model``: as
-        servers call it; empty: any backend will do.
-        """
-        self._context = context
+        """Other arguments than ``request`` as for :class:`RoutedRequest`."""
+        RoutedRequest.__init__(self, context, request_id, kind, arrival, client, reserved, model)
         self._request = request
-        self._kind = kind
-        self._client = client
-        self._reserved = reserved
-        self._model = model
-        self._charged = 0.0
-        self._queued = False
-        self._home: Backend | None = None
-        if arrival is not None and arrival.asked.previous is not None:
-            self._home = self._home_of(arrival.asked.previous)
-        explain = client.explain if client is not None else None
-        self._explained = context.explains if explain is None else explain
-        self.arrival = arrival
-        self.id = request_id
-        self.priority = arrival.asked.priority if arrival is not None else 0
-        self.stage = WAITING
-        self.attempt: Attempt | None = None
-        self.decision: Decision | None = None
-        self._backend: Backend | None = None
         self._connection: UpstreamConnection | None = None
-        self._tried: list[Backend] = []
-        self._attempts = 0
         self._refreshed = False
         self._repeatable = kind != "other" or request.head.method in _SAFE
         """Whether it may be sent again after it was sent."""
-        self._suspects: list[Suspect] | None = None
-        """Backends that failed it after it was sent."""
-        self._failure = ""
         self._timed_out = False
-        self._started_at = self._sent_at = self._heard_at = context.now
+        self._sent_at = self._heard_at = context.now
         self._relay: Relay | None = None
         self.paused = False
         """Whether the backend is not read, because the client does not keep up."""
 
-    # Admission.
-
-    def start(self) -> None:
-        """Send it, queue it, or reject it."""
-        context = self._context
-        # Requests that wait already for the same backends have their turn first.
-        queue = context.queue
-        waits = queue.items and self.arrival is not None and queue.is_waiting(self.lane)
-        if waits or not self.admitted():
-            self._wait()
-
-    @property
-    def flow(self) -> str:
-        """Whose fair share it is part of."""
-        return self._client.name if self._client is not None else ""
-
-    @property
-    def weight(self) -> float:
-        """The client's share relative to others."""
-        return self._client.weight if self._client is not None else 1.0
-
-    @property
-    def cost(self) -> float:
-        """Tokens of prompt and answer that it is expected to take."""
-        arrival = self.arrival
-        if arrival is None:
-            return 1.0
-        asked, output = arrival.asked, arrival.predicted_output
-        if asked.max_tokens is not None:
-            output = min(output, asked.max_tokens)
-        return arrival.prompt_tokens + (output if asked.generates else 0.0)
-
-    @property
-    def lane(self) -> tuple[object, ...]:
-        """Equal for requests that the same backends can take."""
-        place = self._context.models.place(self._model)
-        home = self._home
-        return (place and place.group, home and home.index, *(b.index for b in self._tried))
-
-    def shed(self, why: str) -> None:
-        """Reject it with 429; called by the queue."""
-        self._context.events.shed("queue")
-        after = self._context.queue.retry_after_s(self._context.now)
-        self._reply(429, why, "shed", b"retry-after: %d\r\n" % after)
-
-    def _wait(self) -> None:
-        context = self._context
-        if self.arrival is not None and context.backends.has_other(self._tried, self._excluded()):
-            if not context.queue.push(self, context.now):
-                self.shed("every replica is busy and the queue is full")
-                return
-            self._queued = True
-            if not self._attempts:
-                context.admit_waiting()
-            context.report_waiting()
-            return
-        if self._attempts:
-            self._give_up()
-        else:
-            context.events.shed("no_replica")
-            after = max(1, round(context.settings.health.open_s))
-            self._reply(503, "no replica is available", "shed", b"retry-after: %d\r\n" % after)
-
-    def admitted(self) -> bool:
-        """Choose a backend and send; False: none has room. Also called by the queue."""
-        context, arrival, decision = self._context, self.arrival, None
-        backends = context.backends
-        if arrival is None:
-            backend = self._home or backends.any_backend(self._tried)
-            if backend is None or not backend.health.available or backend in self._tried:
-                return False
-            backend.begin(limited=False)
-        else:
-            tried, excluded = self._tried, self._excluded()
-            while True:
-                decision = backends.choose(arrival, tried, excluded)
-                if decision is None:
-                    return False
-                backend = backends.all[decision.replica]
-                if backend.begin():
-                    break
-                tried = [*tried, backend]  # another worker was faster
-            self.decision = decision
-            if decision.priority is not None and not self._told(backend, arrival):
-                decision.priority = None
-        client = self._client
-        if client is not None and not self._attempts and (self._queued or context.queue.items):
-            # While nobody waits there is nothing to share.
-            self._charged = self.cost
-            context.queue.serve(client.name, client.weight, self._charged)
-        self._attempts += 1
+    def _send(self) -> None:
         self._refreshed = False
-        self._backend = backend
         self._connect()
-        # Entered into the records only now: the server can begin meanwhile.
-        if arrival is not None and decision is not None:
-            self.attempt = Attempt(backends.cluster, arrival, decision.replica, decision)
-            context.events.decided(decision)
-        return True
-
-    def _excluded(self) -> frozenset[int]:
-        """Return the numbers of the backends that do not serve the model, as of now."""
-        backends = self._context.backends
-        place = self._context.models.place(self._model)
-        excluded = place.excluded if place is not None else backends.numbers
-        home = self._home
-        if home is None:
-            return excluded
-        if home.health.available and home not in self._tried and home.index not in excluded:
-            excluded = backends.numbers - {home.index}
-        return excluded
-
-    def _remember(self, response_id: bytes, backend: Backend) -> None:
-        """Remember which server may have stored this response: follow-ups must go there."""
-        if response_id:
-            self._context.backends.cluster.sessions.remember_response(
-                self.flow, response_id.decode("latin-1"), backend.index
-            )
-
-    def go_home(self, response_id: bytes) -> bool:
-        """Send it to the backend that holds a stored response; False: none is known to."""
-        self._home = self._home_of(response_id.decode("latin-1"))
-        return self._home is not None
-
-    def _home_of(self, previous: str) -> Backend | None:
-        """Return the backend that gave a response which this request continues, if known."""
-        backends = self._context.backends
-        number = backends.cluster.sessions.replica_of_response(self.flow, previous)
-        return backends.all[number] if 0 <= number < len(backends.all) else None
 
     def _connect(self) -> None:
         """Get a connection; a new one if the request could not be sent again on another."""
@@ -317,24 +103,6 @@ class Exchange:
             rest = memoryview(body)[spliced.rest_at :]
             connection.send(self, request.head.method, head + spliced.start, rest)
         return True
-
-    def _told(self, backend: Backend, arrival: Arrival) -> bool:
-        """Whether a backend is told the router's priority for a request."""
-        if not backend.takes_priorities or self._kind not in priority_field.KINDS:
-            return False
-        return not arrival.asked.names_priority or self._context.settings.admission.replace_priority
-
-    def _with_priority(self, body: bytes, priority: int) -> SplicedBody | None:
-        arrival, decision = self.arrival, self.decision
-        assert arrival is not None
-        assert decision is not None
-        splice = priority_field.spliced
-        if arrival.asked.names_priority:
-            splice = priority_field.replaced
-        spliced = splice(body, priority)
-        if spliced is None:
-            decision.priority = None
-        return spliced
 
     def failed(self, why: str, *, connecting: bool) -> None:
         """The backend failed before its response was complete."""
@@ -574,37 +342,6 @@ class Exchange:
         """Whether it may be sent once more if the attempt that now begins fails."""
         return self._repeatable and self._attempts < self._context.attempts
 
-    def _suspect(self, why: str, pause_s: float = 0.0) -> None:
-        """The backend has failed it, or has asked for a pause: its fault, or the request's."""
-        assert self._backend is not None
-        if self._suspects is None:
-            self._suspects = []
-        self._suspects.append(Suspect(self._backend, why, pause_s))
-
-    def _convict(self) -> None:
-        """Another backend has answered it, so it is those that failed it that are at fault."""
-        suspects, self._suspects = self._suspects, None
-        context = self._context
-        for backend, why, pause_s in suspects or ():
-            if pause_s:
-                context.backends.pause(backend, context.now + pause_s)
-            else:
-                context.backends.failed(backend, context.now, why)
-
-    def _acquit(self) -> None:
-        """Nobody has answered it.
-
-        What fails at several backends is the request's fault, or the fault of too many of them. Of
-        a single one nothing is known, and a server that fails all its requests must be found out.
-        """
-        suspects = [suspect for suspect in self._suspects or () if not suspect.pause_s]
-        context = self._context
-        for backend, why, _ in suspects:
-            if len(suspects) == 1:
-                context.backends.failed(backend, context.now, why)
-            else:
-                context.backends.suspect(backend, context.now, why)
-
     def _failed_over(self, why: str, cause: str, outcome: str) -> None:
         """This attempt has failed: try another backend, or respond with the error."""
         context, backend = self._context, self._backend
@@ -661,76 +398,10 @@ class Exchange:
         body = errors.body(self._kind, status, why, outcome)
         request.client.respond(request.head, status, body, extra=extra)
 
-    # Accounting.
-
-    def _close_attempt(self, outcome: str) -> None:
-        """This attempt is over."""
-        attempt, self.attempt = self.attempt, None
-        backend, self._backend = self._backend, None
-        if attempt is not None:
-            attempt.close(outcome)
-            name = backend.label if backend is not None else ""
-            self._context.decision_log.write(attempt, outcome, name)
-        if backend is not None:
-            backend.end()
-
-    def _finish(self, outcome: str, status: int) -> None:
-        """The request is over."""
-        if self.stage == OVER:
-            return
-        self.stage = OVER
-        context = self._context
-        context.active.discard(self)
-        if self._suspects is not None:
-            if outcome != "client_gone":
-                self._acquit()
-            self._suspects = None
-        attempt, backend = self.attempt, self._backend
-        self._close_attempt(outcome)
-        client, name = self._client, ""
-        if client is not None:
-            name, reserved, charged = client.name, self._reserved, self._charged
-            used = self._used_tokens(attempt, outcome) if reserved or charged else 0.0
-            client.account.end(used - reserved if reserved else 0.0)
-            if charged:
-                context.queue.correct(name, client.weight, used - charged)
-        context.events.request_done(attempt, status, outcome, self._kind, name)
-        done = outcome == "done"
+    def _ended(self, attempt: Attempt | None, backend: Backend | None, done: bool) -> None:
         if done and attempt is not None and attempt.reported_prompt is None:
             self._probe_length(attempt, backend)
-        # The queue may hold on to a request whose client has gone, until its turn comes.
         self._request.drop_body()
-        self.arrival = None
-        failed = not done and status >= 500 and outcome not in ("client_gone", "rejected")
-        if failed or context.logs_requests:
-            response_headers.log(
-                self.id, self._kind, status, outcome, backend, self._attempts, self._failure,
-                self.flow,
-            )  # fmt: skip
-        if context.queue.items:
-            context.admit_waiting()
-
-    def _used_tokens(self, attempt: Attempt | None, outcome: str) -> float:
-        """Return what a request costs its client, in tokens of prompt and answer.
-
-        Where a server reports nothing, streamed events count. Of an answer in one piece that was
-        abandoned, or reports nothing, the tokens are unknown: then what was expected stands.
-        """
-        if attempt is None or outcome == "rejected":
-            return 0.0
-        prompt, output = attempt.reported_prompt, attempt.reported_output
-        if prompt is None:
-            prompt = attempt.prompt_tokens
-        if output is None:
-            output = attempt.streamed
-            if outcome not in ("done", "client_gone") and not output:
-                return 0.0
-            asked = attempt.arrival.asked
-            if not asked.streams and asked.generates:
-                return self._reserved or self._charged
-        elif not output and outcome not in ("done", "client_gone"):
-            return 0.0
-        return float(prompt + output)
 
     def _probe_length(self, attempt: Attempt, backend: Backend | None) -> None:
         """The response did not report the prompt's length: perhaps ask ``/tokenize`` for it."""

@@ -6,10 +6,11 @@ reads one body at a time, so that large bodies take no more than one core.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
-from tailrace.net.server import HttpRequest, Work
+from tailrace.net.server import Work
 from tailrace.router.intake.large_body import read_large
 from tailrace.router.intake.request_body import BadRequest, RequestBody
 
@@ -21,6 +22,23 @@ PARSED_BYTES = 64 * 1024
 #: that at most a quarter of the event loop's time goes into parsing.
 SHORT_BYTES = 4 * 1024
 PAUSE_SHARE = 3.0
+
+
+class BodyHolder(Protocol):
+    """A request that holds its body until that is read or dropped."""
+
+    body: bytes
+
+    @property
+    def lower(self) -> Mapping[bytes, bytes]:
+        """Its headers, with names in lower case."""
+
+    def drop_body(self) -> None:
+        """Free the body."""
+
+    def failed(self) -> None:
+        """It cannot be begun: respond with an error of the router."""
+
 
 #: Begins with a request whose body has been read, or cannot be read.
 Begin = Callable[[RequestBody | BadRequest], Work | None]
@@ -37,7 +55,7 @@ class LargeBodies:
         read_large("chat", {}, b'{"messages":[]}')  # compile it now
 
     def read(
-        self, request: HttpRequest, kind: str, whose: str, begin: Begin, give_up: Callable[[], None]
+        self, request: BodyHolder, kind: str, whose: str, begin: Begin, give_up: Callable[[], None]
     ) -> "BodyReading":
         """Read a request's body when it is its turn, then begin with the request.
 
@@ -88,7 +106,7 @@ class BodyReading:
     def __init__(
         self,
         bodies: LargeBodies,
-        request: HttpRequest,
+        request: BodyHolder,
         kind: str,
         whose: str,
         begin: Begin,
@@ -108,7 +126,7 @@ class BodyReading:
         # The body is the request's, not the queue's: a client that goes takes it along.
         request = self._request
         try:
-            return read_large(self._kind, request.head.lower, request.body)
+            return read_large(self._kind, request.lower, request.body)
         except BadRequest as error:
             return BadRequest(str(error))  # without the frames, which hold the body in a cycle
 
@@ -123,12 +141,12 @@ class BodyReading:
         except Exception:  # no memory, for instance
             request.drop_body()
             self._give_up()
-            request.client.failed(request.head)
+            request.failed()
             return
         try:
             self._work = self._begin(body)
         except Exception:
-            request.client.failed(request.head)
+            request.failed()
 
     def client_gone(self) -> None:
         """Stop; a body that was not read yet is freed."""

@@ -35,6 +35,15 @@ def headers(
     ) + (b"" if decision.priority is None else b"x-tailrace-priority: %d\r\n" % decision.priority)
 
 
+def explanation(backend: Backend, decision: Decision | None) -> list[tuple[bytes, bytes]]:
+    """Return the headers that explain a decision, for those who may see them."""
+    found = [(b"x-tailrace-replica", backend.label_bytes)]
+    if decision is not None:
+        found.append((b"x-tailrace-policy", _header_value(decision.policy)))
+        found.append((b"x-tailrace-reason", _header_value(decision.reason)))
+    return found
+
+
 def _header_value(text: str) -> bytes:
     """Make any text safe for a header."""
     value = text.encode("ascii", "replace").translate(None, _CONTROL)[:256]

@@ -21,7 +21,7 @@ class Attempt:
         "_cluster", "_open", "answer_tokens", "answering", "arrival", "cached", "decision", "epoch",
         "estimated", "first_at", "last_at", "lesson", "outcome", "predicted", "prompt_tokens",
         "replica", "reported_cached", "reported_output", "reported_prompt", "sent_at", "serial",
-        "streamed", "used_at",
+        "streamed", "unseen", "used_at",
     )  # fmt: skip
 
     def __init__(
@@ -37,6 +37,7 @@ class Attempt:
         self.last_at: float | None = None
         self.estimated = False  # whether first_at is an estimate
         self.answering = False  # in the ledger
+        self.unseen = False  # its response cannot be seen, but for its end
         self.streamed = 0
         self.outcome: str | None = None
         self.reported_prompt: int | None = None
@@ -112,6 +113,14 @@ class Attempt:
         if self._open and not self.answering:
             self._begin_answer(1)
 
+    def hide(self) -> None:
+        """Its response will not be seen: count its first token when it is due."""
+        ttft_s = self.decision.ttft_s
+        if self._open and not self.unseen:
+            self.unseen = True
+            if self.arrival.asked.streams and ttft_s < _INF:
+                self._cluster.expect_first_token(self.sent_at + ttft_s, self.serial, self)
+
     def usage(self, prompt: int | None, output: int | None, cached: int | None) -> None:
         """Take the server's own counts, in tokens; None: it does not report one."""
         if not self._open:
@@ -138,14 +147,29 @@ class Attempt:
         done = outcome == "done"
         # An embedding, for instance, has no answer to learn the length of answers from.
         tokens = self.streamed if self.reported_output is None else self.reported_output
-        decode_s = cluster.ended(self, now, tokens if done and asked.generates else -1)
+        unknown = self.unseen and self.reported_output is None
+        decode_s = cluster.ended(
+            self, now, tokens if done and asked.generates and not unknown else -1
+        )
+        if done and unknown:
+            self.streamed = tokens = self._estimated_output(now, decode_s)
         if done and self.first_at is None:
             self.first_at, self.estimated = self._estimated_first(now, decode_s, tokens), True
-        if not asked.streams:
+        if not asked.streams or self.unseen:
             cluster.forget_expected()
         if cluster.listeners:
             hook = "finished" if done else "failed"
             cluster.notify(hook, self.replica, self.arrival.id, now)
+
+    def _estimated_output(self, now: float, decode_s: float) -> int:
+        """Tokens of an answer that was not seen, from its duration by the cost model."""
+        asked, ttft_s = self.arrival.asked, self.decision.ttft_s
+        if not asked.generates:
+            return 0
+        if decode_s <= 0 or not ttft_s < _INF:
+            return max(1, round(self.predicted))
+        tokens = 1 + max(0.0, now - self.sent_at - ttft_s) / decode_s
+        return round(min(tokens, _INF if asked.max_tokens is None else asked.max_tokens))
 
     def _estimated_first(self, now: float, decode_s: float, tokens: int) -> float:
         """Time of the first token, from the duration split as the cost model predicts."""

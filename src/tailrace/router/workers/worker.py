@@ -21,6 +21,7 @@ from tailrace.net.server import ClientConnection, HttpRequest, Work
 from tailrace.router.admin import Admin, AdminResponse, AdminRoutes, json
 from tailrace.router.app import Router
 from tailrace.router.configuration import Configuration, SharedConfigurationStore
+from tailrace.router.core import RouterCore
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.observe import status
 from tailrace.router.observe.decision_log import load_salt
@@ -42,12 +43,14 @@ def serve_several(
     started: Callable[[ServeSettings], None],
     failing: Warn,
     idle: Callable[[], object] = lambda: None,
+    *,
+    make: type[RouterCore] = Router,
 ) -> int:
     """Serve with ``settings.processes`` workers until SIGTERM or SIGINT; return the exit code.
 
     ``started`` is given the settings with the addresses in use, ``failing`` the address of a
     backend that does not answer, and why. ``idle`` is called in the supervisor several times per
-    second.
+    second. ``make``: the router of a worker.
     """
     listen, kept = reserve(settings.listen)
     held, admin = [kept], "off"
@@ -68,7 +71,7 @@ def serve_several(
             return lambda changed: part_of(_at(changed, listen, admin), number, count)
 
         def work(number: int, pipes: SupervisorPipes) -> int:
-            router = Router(
+            router = make(
                 settings, load=load, salt=salt, worker_view=shared.of(number),
                 room=WorkerRoom(shared, number, signals), store=store, part=part(number),
             )  # fmt: skip
@@ -130,7 +133,9 @@ def part_of(settings: ServeSettings, number: int, count: int) -> ServeSettings:
     )
 
 
-async def _serve(router: Router, peers: PeerWorkers, pipes: SupervisorPipes, failing: Warn) -> int:
+async def _serve(
+    router: RouterCore, peers: PeerWorkers, pipes: SupervisorPipes, failing: Warn
+) -> int:
     loop = asyncio.get_running_loop()
 
     def orphaned() -> None:
@@ -142,7 +147,7 @@ async def _serve(router: Router, peers: PeerWorkers, pipes: SupervisorPipes, fai
 
     def woken(room: WorkerRoom = room) -> None:
         room.woken()
-        router.dispatcher.context.admit_waiting()
+        router.intake.context.admit_waiting()
 
     try:
         loop.add_reader(pipes.parent, orphaned)
@@ -156,7 +161,7 @@ async def _serve(router: Router, peers: PeerWorkers, pipes: SupervisorPipes, fai
         await router.stop()
 
 
-async def join_peers(router: Router, peers: PeerWorkers) -> None:
+async def join_peers(router: RouterCore, peers: PeerWorkers) -> None:
     """Serve the admin requests of other workers, and let this one answer for all of them."""
     if peers.number >= peers.count:
         raise TailraceError(f"there is no worker {peers.number} of {peers.count}")
@@ -180,6 +185,6 @@ async def join_peers(router: Router, peers: PeerWorkers) -> None:
     router.admin.ask_workers = ask_workers
 
 
-def _caught_up(router: Router) -> AdminResponse:
+def _caught_up(router: RouterCore) -> AdminResponse:
     router.catch_up()
     return json({"behind": router.behind})

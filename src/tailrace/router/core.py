@@ -1,0 +1,581 @@
+"""What every front of the router is built on: backends, background work, admin, reload, stop.
+
+A subclass adds a listener for requests: the proxy (``app.py``), or the endpoint picker.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+import orjson
+
+from tailrace.config import parse
+from tailrace.errors import TailraceError
+from tailrace.net.byte_budget import ByteBudget
+from tailrace.net.client import FetchError
+from tailrace.net.server import ClientConnection, Service
+from tailrace.router import listening, process
+from tailrace.router.access.keyring import Keyring
+from tailrace.router.admin import JSON, Admin, AdminResponse, AdminRoutes, TakesBody, json
+from tailrace.router.configuration import Configuration, ConfigurationStore
+from tailrace.router.decide.chooser import Chooser
+from tailrace.router.intake.tokens import TokenCounter
+from tailrace.router.observe import prometheus, status
+from tailrace.router.observe.decision_log import DecisionLog, load_salt
+from tailrace.router.observe.events import EventSink
+from tailrace.router.observe.scrape import Scraper
+from tailrace.router.observe.snapshot import RouterSnapshot
+from tailrace.router.observe.telemetry import Telemetry
+from tailrace.router.proxy.backends import Backend, BackendChange, Backends
+from tailrace.router.proxy.catalogue import ModelCatalogue
+from tailrace.router.proxy.request_intake import RequestIntake
+from tailrace.router.serve_settings import ServeSettings
+from tailrace.router.settings import BackendSettings
+from tailrace.router.state import server_speeds
+from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.shared_state import WorkerView
+from tailrace.router.state.worker_room import WorkerRoom
+
+#: How often time limits are checked, in s.
+SWEEP_S = 0.1
+#: Time between the end of many bodies and the return of their memory to the system, s.
+RETURN_MEMORY_S = 1.0
+#: Pause before a worker that could not take over a change tries again, in s.
+CATCH_UP_S = 5.0
+#: How often a stopping router checks whether all clients have gone, in s.
+STOP_POLL_S = 0.02
+
+#: Body of a successful health check.
+OK_BODY = b'{"status":"ok"}'
+
+_log = logging.getLogger("tailrace.router")
+
+
+class PreparedChange(NamedTuple):
+    """What a changed configuration needs, made before anything is changed."""
+
+    settings: ServeSettings
+    """Those for this worker."""
+    keyring: Keyring
+    backends: BackendChange
+
+
+class RouterCore:
+    """A router without a listener. Make a subclass, ``await start()``, at the end ``stop()``."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        *,
+        events: EventSink | None = None,
+        load: Callable[[], ServeSettings] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        salt: bytes | None = None,
+        worker_view: WorkerView | None = None,
+        room: WorkerRoom | None = None,
+        store: ConfigurationStore | None = None,
+        part: Callable[[ServeSettings], ServeSettings] = lambda settings: settings,
+    ) -> None:
+        """``events``: counts instead of the router's telemetry. ``load``: reads settings again.
+
+        ``salt``, ``worker_view``, ``room`` and ``store``: the secret, the state, the count of
+        requests and the configuration that several workers share; if the store has a configuration
+        already, that counts. ``part``: returns what of any settings is for this worker.
+        """
+        self._store = store or ConfigurationStore()
+        self._part = part
+        self.configuration = configuration = self._store.latest() or Configuration.first(settings)
+        self.settings = settings = part(configuration.effective)
+        self.clock = clock
+        self.draining = False
+        self.telemetry = Telemetry(clock)
+        salt = salt or load_salt(settings.decisions.folder)
+        counter = TokenCounter(settings.tokenizer, settings.tokens.source)
+        cluster = ClusterState(
+            _by_number(configuration, settings), clock, counter=counter, salt=salt,
+            worker_view=worker_view, learn_speeds=settings.speeds.learn,
+        )  # fmt: skip
+        if settings.speeds_file is not None:
+            server_speeds.restore(cluster, settings.speeds_file)
+        self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
+        self.backends = Backends(
+            configuration, settings, cluster, Chooser(cluster, settings.routing), room,
+            self._retired,
+        )  # fmt: skip
+        self.models = ModelCatalogue(self.backends, settings.models, clock)
+        self.intake = self._new_intake(events or self.telemetry)
+        self.scraper = Scraper(cluster, self._fetch_metrics, settings.metrics, self._present)
+        self.admin = Admin(self._admin_routes(), settings.admin.token())
+        self.keyring = self._keyring(settings)
+        self.held = ByteBudget()
+        """Bytes of requests that are held, all clients together."""
+        self._return_memory_at = math.inf
+        self.now = self.admin.now = self.intake.context.now = clock()
+        self._load = load
+        self._servers: list[asyncio.AbstractServer] = []
+        self._admin_servers: list[asyncio.AbstractServer] = []
+        self._others: list[asyncio.AbstractServer] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
+        self.behind = ""
+        """Why this worker still uses old settings; empty: it does not."""
+        self._wanted: Configuration | None = None  # the latest, if it could not be taken over
+        self._try_at = 0.0
+        self._listen_at = self._admin_at = ("", 0)
+
+    # What subclasses do.
+
+    def _new_intake(self, events: EventSink) -> RequestIntake:
+        """Return what reads requests and looks after them."""
+        return RequestIntake(self.settings, self.backends, events, self.decision_log, self.models)
+
+    async def _listen(self) -> tuple[list[asyncio.AbstractServer], tuple[str, int]]:
+        """Listen for requests; return the servers, and the address of the first."""
+        raise NotImplementedError
+
+    @property
+    def open_connections(self) -> int:
+        """Open connections of clients."""
+        return 0
+
+    def _shutdown_clients(self) -> None:
+        """Take no more requests on open connections; close those without any."""
+
+    def _give_up_clients(self) -> None:
+        """End all requests in progress with an error."""
+
+    def _abort_clients(self) -> None:
+        """Close all connections now."""
+
+    def _check_clients(self, now: float) -> None:
+        """Enforce the time limits of connections at ``now`` (s)."""
+
+    def _check_settings(self, settings: ServeSettings) -> None:
+        """Raise if settings cannot be used, before anything is changed."""
+
+    def _take_over(self, settings: ServeSettings) -> None:
+        """Go by other settings, which have been checked."""
+
+    @property
+    def events(self) -> EventSink:
+        """What counts events: the telemetry, unless something else was given."""
+        return self.intake.context.events
+
+    @events.setter
+    def events(self, events: EventSink) -> None:
+        self.intake.context.events = events
+
+    # Admin endpoints.
+
+    def _admin_routes(self) -> AdminRoutes:
+        """Return the endpoints of the admin listener; ``workers/aggregate.py`` merges responses."""
+        telemetry, snapshot = self.telemetry, self.snapshot
+        page = AdminResponse(200, status.PAGE_TYPE, status.PAGE, status.PAGE_HEADERS)
+        return {
+            ("GET", "/"): lambda: page,
+            ("GET", "/health"): lambda: AdminResponse(200, JSON, OK_BODY),
+            ("GET", "/live"): lambda: AdminResponse(200, JSON, OK_BODY),
+            ("GET", "/ready"): lambda: AdminResponse(
+                self.readiness()[0], JSON, self.readiness()[1]
+            ),
+            ("GET", "/metrics"): lambda: AdminResponse(
+                200, prometheus.CONTENT_TYPE, prometheus.render(telemetry.metrics, snapshot())
+            ),
+            ("GET", "/status"): lambda: json(status.describe(telemetry, snapshot())),
+            ("GET", "/status/history"): lambda: json(status.history(telemetry, snapshot())),
+            ("GET", "/backends"): lambda: json([status.backend(b) for b in snapshot().present]),
+            ("POST", "/backends"): TakesBody(
+                lambda body: json(self.add_backend(_backend_in(body)))
+            ),
+            ("DELETE", "/backends/{backend}"): lambda which: json(self.remove_backend(which)),
+            ("POST", "/backends/{backend}/drain"): lambda which: json(self.drain(which, True)),
+            ("POST", "/backends/{backend}/undrain"): lambda which: json(self.drain(which, False)),
+            ("POST", "/reload"): lambda: json(self.reload()),
+        }
+
+    def readiness(self) -> tuple[int, bytes]:
+        """Return status and body of the readiness check."""
+        available = sum(b.health.available for b in self.backends.all)
+        good = available > 0 and not self.draining
+        state = "draining" if self.draining else "ok" if good else "no replica is available"
+        return 200 if good else 503, orjson.dumps({"status": state, "available": available})
+
+    # Life cycle.
+
+    @property
+    def listen_at(self) -> tuple[str, int]:
+        """Host and port for clients, once started."""
+        return self._listen_at
+
+    @property
+    def admin_at(self) -> tuple[str, int] | None:
+        """Host and port of the admin listener, once started; None: there is none."""
+        return self._admin_at if self._admin_at[1] else None
+
+    async def start(self) -> None:
+        """Listen, and begin with probes, metrics and time limits."""
+        process.raise_file_limit()
+        self.catch_up()
+        self._report_worker()
+        await self.models.ask()
+        settings = self.settings
+        self._servers, self._listen_at = await self._listen()
+        if settings.admin.listen != "off":
+            try:
+                self._admin_servers, self._admin_at = await serve_http(
+                    settings.admin.listen, self.admin, shared=self.admin.ask_workers is not None
+                )
+            except TailraceError:
+                for server in self._servers:
+                    server.close()
+                raise
+        self._spawn(self._sweep())
+        self._spawn(self._probe())
+        self._spawn(self.models.run())
+        self._spawn(self.scraper.run())
+        self._spawn(self.telemetry.run(self.snapshot))
+        self._spawn(self._keep_speeds())
+
+    async def run(self, started: Callable[[], None] = lambda: None) -> int:
+        """Serve until SIGTERM or SIGINT; SIGHUP reloads. Return the exit code.
+
+        After SIGTERM the router reports that it is not ready but serves for another
+        ``lame_duck_s``, so that load balancers notice. SIGINT (Ctrl-C) or a second signal skips
+        this.
+        """
+        loop = asyncio.get_running_loop()
+        stopping, hurrying = asyncio.Event(), asyncio.Event()
+        code = 0
+
+        def end(received: int) -> None:
+            nonlocal code
+            code = 130 if received == signal.SIGINT else 0
+            if stopping.is_set() or received == signal.SIGINT:
+                hurrying.set()
+            if stopping.is_set():
+                self._abort()  # the second signal
+            stopping.set()
+
+        for received in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(received) != signal.SIG_IGN:
+                loop.add_signal_handler(received, end, received)
+        loop.add_signal_handler(signal.SIGHUP, self._reload_or_log)
+        await self.start()
+        process.settle()
+        started()
+        try:
+            await stopping.wait()
+            self.draining = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(hurrying.wait(), self.settings.lame_duck_s)
+            await self.stop(self.settings.drain_s)
+        finally:
+            for received in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                loop.remove_signal_handler(received)
+        return code
+
+    def also(self, server: asyncio.AbstractServer) -> None:
+        """Close another listener at the end."""
+        self._others.append(server)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, let those in progress end within ``drain_s``, and close all."""
+        if self._stopped:
+            return
+        self._stopped = self.draining = True
+        for server in self._servers:
+            server.close()
+        _log.info("stopping", extra={"in_flight": len(self.intake.active)})
+        self._shutdown_clients()
+        limit = self.clock() + drain_s
+        while (
+            self.open_connections and self.clock() < limit
+        ):  # responses may still be on their way out
+            await asyncio.sleep(STOP_POLL_S)
+        if self.intake.active:
+            _log.warning("cut off", extra={"requests": len(self.intake.active)})
+        self._abort()
+        self.intake.close()
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for server in (*self._admin_servers, *self._others):
+            server.close()
+        self._abort_clients()
+        for client in tuple(self.admin.clients):
+            client.abort()
+        for backend in self.backends.all:
+            backend.pool.abort()
+        await asyncio.sleep(0)  # let the transports close
+        self.decision_log.close()
+        self._save_speeds()
+        _log.info("stopped")
+
+    async def _keep_speeds(self) -> None:
+        while True:
+            await asyncio.sleep(server_speeds.SAVE_EVERY_S)
+            self._save_speeds()
+
+    def _save_speeds(self) -> None:
+        """Write what was learned of the servers' speed; the first worker does it for all."""
+        path, cluster = self.settings.speeds_file, self.backends.cluster
+        if path is not None and cluster.worker_view.worker == 0 and self.settings.speeds.learn:
+            server_speeds.save_or_log(cluster, path)
+
+    def _abort(self) -> None:
+        self.intake.queue.clear("the router is stopping")
+        self._give_up_clients()
+
+    # Changes at run time.
+
+    def reload(self) -> dict[str, Any]:
+        """Read the settings again, all or nothing; streams go on.
+
+        Return what has changed about the backends, and the settings that need a restart to change.
+        """
+        if self._load is None:
+            raise TailraceError("there is no file to read again: start with --config FILE")
+        settings = self._load()
+        needs_restart: list[str] = []
+
+        def change(configuration: Configuration) -> Configuration:
+            changed, fixed = configuration.reloaded(settings)
+            needs_restart[:] = fixed
+            return changed
+
+        done = self._change(change)
+        _log.info("reloaded", extra=done)
+        if needs_restart:
+            _log.warning("settings that need a restart", extra={"settings": needs_restart})
+            done["needs_restart"] = needs_restart
+        return done
+
+    def _reload_or_log(self) -> None:
+        try:
+            self.reload()
+        except TailraceError as error:
+            _log.error("not reloaded", extra={"why": str(error)})
+
+    def add_backend(self, backend: BackendSettings) -> dict[str, Any]:
+        """Add a backend; return its state."""
+        self._change(lambda configuration: configuration.with_backend(backend))
+        return self._state_of(self._find(backend.url))
+
+    def remove_backend(self, which: str) -> dict[str, Any]:
+        """Remove a backend, by number or name; its requests in progress go on."""
+        url = self._find(which).settings.url
+        return self._change(lambda configuration: configuration.without_backend(url))
+
+    def drain(self, which: str, draining: bool) -> dict[str, Any]:
+        """Give a backend, by number or name, no more requests, or some again; return its state."""
+        url = self._find(which).settings.url
+        self._change(lambda configuration: configuration.with_drain(url, draining))
+        return self._state_of(self._find(which))
+
+    def _find(self, which: str) -> Backend:
+        for backend in self.backends.present:
+            if which in (str(backend.index), backend.label, backend.settings.url):
+                return backend
+        raise TailraceError(f"there is no backend '{which[:80]}'; see GET /backends")
+
+    def _state_of(self, backend: Backend) -> dict[str, Any]:
+        return status.backend(self.snapshot().backends[backend.index])
+
+    def _change(self, change: Callable[[Configuration], Configuration]) -> dict[str, Any]:
+        """Change the configuration of all workers, or raise and leave everything as it is."""
+        self.catch_up()
+        room = self.backends.room
+        is_idle = self.backends.is_idle if room is None else room.is_idle
+        latest = self._wanted or self.configuration
+        new = change(latest).placed(self._store.room, is_idle)
+        prepared = self._prepare(new)
+        try:
+            self._store.publish(new)
+        except BaseException:
+            prepared.backends.discard()
+            raise
+        return self._apply(new, prepared)
+
+    def catch_up(self) -> None:
+        """Go by the latest configuration, if another worker has changed it.
+
+        What cannot be done, for instance because a file is gone, is reported and tried again.
+        """
+        try:
+            latest = self._wanted or self.configuration
+            new = self._store.latest(latest.version)
+            if new is not None:
+                self._wanted, self._try_at = new, -math.inf
+            if self._wanted is not None and self.clock() >= self._try_at:
+                self._apply(self._wanted, self._prepare(self._wanted))
+        except Exception as error:
+            why = str(error) if isinstance(error, TailraceError) else repr(error)
+            if why != self.behind:
+                _log.error("this worker keeps its former settings", extra={"why": why})
+            self.behind, self._try_at = why, self.clock() + CATCH_UP_S
+
+    def _prepare(self, new: Configuration) -> PreparedChange:
+        """Do what can fail; the backends last, because what they need has to be closed again."""
+        settings = self._part(new.effective)
+        self._check_settings(settings)
+        keyring = self._keyring(settings)
+        return PreparedChange(settings, keyring, self.backends.prepare(settings))
+
+    def _keyring(self, settings: ServeSettings) -> Keyring:
+        view = self.backends.cluster.worker_view
+        return Keyring(settings.clients, view.shared.accounts, view.worker)
+
+    def _apply(self, new: Configuration, prepared: PreparedChange) -> dict[str, Any]:
+        """Do what cannot fail."""
+        self.configuration, self._wanted, self.behind = new, None, ""
+        self.settings, self.keyring, change = prepared
+        settings = self.settings
+        self._take_over(settings)
+        self.scraper.settings = settings.metrics
+        if self._tasks and not self.scraper.running and settings.metrics.path != "off":
+            self._spawn(self.scraper.run())
+        self.decision_log.settings = settings.decisions
+        self.intake.reload(settings)
+        added, removed = self.backends.apply(new, settings, change)
+        self.models.reload(settings.models)
+        self._report_worker()
+        self.intake.context.admit_waiting()
+        return {"added": added, "removed": removed}
+
+    def _retired(self, number: int) -> None:
+        """The number of a backend is free for another one."""
+        self.telemetry.retire(number)
+        self.scraper.forget(number)
+
+    def _report_worker(self) -> None:
+        room = self.backends.room
+        if room is not None:
+            room.applied(self.configuration.version)
+
+    def snapshot(self) -> RouterSnapshot:
+        """Return the state of the router now."""
+        chooser, cluster = self.backends.chooser, self.backends.cluster
+        routing, counter, now = chooser.settings, cluster.counter, self.clock()
+        return RouterSnapshot(
+            at=now,
+            backends=self.backends.snapshot(now, self.scraper),
+            draining=self.draining,
+            behind=self.behind,
+            policy=chooser.policy.name,
+            fallback=routing.fallback,
+            canary=routing.canary,
+            canary_share=routing.canary_share,
+            shadow=routing.shadow,
+            decisions=chooser.counts["decisions"],
+            canary_decisions=chooser.counts["canary"],
+            waiting=len(self.intake.queue),
+            clients=self.open_connections,
+            log_lines_dropped=self.decision_log.dropped,
+            token_source=self.settings.tokens.source,
+            prompts_by_source=dict(counter.used),
+            lengths_by_source=dict(counter.learned),
+            bytes_per_token=counter.bytes_per_token(),
+            tokenize_failures=self.intake.context.tokenize_probe.failed,
+        )
+
+    # Background work.
+
+    async def probe(self) -> list[tuple[Backend, str]]:
+        """Probe every backend once; return those that failed, and why."""
+        present = self.backends.present
+        whys = await asyncio.gather(*(b.probe(self.clock) for b in present))
+        return [(b, why) for b, why in zip(present, whys, strict=True) if why]
+
+    async def _probe(self) -> None:
+        while True:
+            await asyncio.sleep(self.settings.health.interval_s)
+            await self.probe()
+            self.intake.context.admit_waiting()
+
+    def _present(self) -> list[int]:
+        return [b.index for b in self.backends.present]
+
+    async def _fetch_metrics(self, replica: int, path: str) -> bytes:
+        backend = self.backends.all[replica]
+        body = await backend.fetch_metrics(path, self.settings.metrics.timeout_s)
+        if backend not in self.backends.all or backend.health.removed:
+            raise FetchError("it was removed meanwhile")
+        return body
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self.sweep(self.clock())
+
+    def sweep(self, now: float) -> None:
+        """Enforce all time limits at ``now`` (s)."""
+        if self.backends.room is not None:
+            self.backends.room.beat()
+        self.catch_up()
+        self.now = self.admin.now = now
+        self.intake.sweep(now)
+        self.backends.refresh(now)
+        self.backends.trim()
+        self.decision_log.flush()
+        self._check_clients(now)
+        for client in tuple(self.admin.clients):
+            client.check(now)
+        for backend in self.backends.all:
+            backend.pool.sweep(now)
+        if self.held.freed(process.FREED_BYTES):
+            # What belongs to the bodies, such as buffers of sockets, is free a little later.
+            self._return_memory_at = min(self._return_memory_at, now + RETURN_MEMORY_S)
+        elif now >= self._return_memory_at:
+            self._return_memory_at = math.inf
+            process.return_memory()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        task.add_done_callback(_report)
+        task.add_done_callback(self._tasks.discard)
+        self._tasks.add(task)
+
+
+async def serve_http(
+    where: str, service: Service, *, shared: bool
+) -> tuple[list[asyncio.AbstractServer], tuple[str, int]]:
+    """Listen for HTTP on host:port; return the servers, and the address of the first."""
+    loop = asyncio.get_running_loop()
+    sockets = listening.listen(where, shared=shared)
+    name = sockets[0].getsockname()
+    servers: list[asyncio.AbstractServer] = [
+        await loop.create_server(
+            lambda: ClientConnection(service), sock=each, backlog=listening.BACKLOG
+        )
+        for each in sockets
+    ]
+    return servers, (str(name[0]), int(name[1]))
+
+
+def _by_number(configuration: Configuration, settings: ServeSettings) -> list[BackendSettings]:
+    """Return the backends by number; those that are gone stand for a number that is free."""
+    present = {b.url: b for b in settings.backends}
+    return [present.get(s.url) or BackendSettings(url=s.url) for s in configuration.slots]
+
+
+def _backend_in(body: bytes) -> BackendSettings:
+    """Read the settings of a backend from the body of an admin request."""
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise TailraceError(f"the body is no JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise TailraceError('the body must be settings of a backend, e.g. {"url": "http://h:8000"}')
+    return parse(BackendSettings, data)
+
+
+def _report(task: "asyncio.Task[None]") -> None:
+    """Log background tasks that died from an unexpected exception."""
+    if not task.cancelled() and task.exception() is not None:
+        _log.error("background work has failed", exc_info=task.exception())

@@ -84,17 +84,19 @@ def subset_of(request: Message) -> frozenset[str] | None:
     return frozenset(text.strip() for text in texts if text.strip())
 
 
-def served_by(request: Message) -> str:
-    """Return the endpoint that has served, as far as the proxy tells; empty: it does not."""
+def served_by(request: Message) -> str | None:
+    """Return the endpoint that has served; empty: the proxy itself; None: it is not told."""
     metadata = request.metadata_context.filter_metadata
     if NAMESPACE in metadata:
         fields = metadata[NAMESPACE].fields
         if SERVED in fields:
             return str(fields[SERVED].string_value)
+    told = None
     for attributes in request.attributes.values():
+        told = ""
         if UPSTREAM in attributes.fields:
             return str(attributes.fields[UPSTREAM].string_value)
-    return ""
+    return told
 
 
 # Replies.

@@ -149,15 +149,17 @@ class Pick(RoutedRequest):
         if old is not None and decision is not None:
             self.attempt = Attempt(context.backends.cluster, old.arrival, backend.index, decision)
 
-    def responded(self, status: int, content_type: bytes) -> None:
-        """The response has begun."""
+    def responded(self, status: int, content_type: bytes, *, by_proxy: bool) -> None:
+        """The response has begun; ``by_proxy``: it is none of a backend."""
         if self.stage == OVER:
             return
         context, backend = self._context, self._backend
         assert backend is not None
         self.stage = STREAMING
         backend.heard_at = context.now
-        if status >= 500 and status != 501:
+        if by_proxy:
+            self._failure = f"the proxy answered {status} itself"
+        elif status >= 500 and status != 501:
             self._failure = f"answered {status}"
             context.backends.failed(backend, context.now, self._failure)
         else:
@@ -176,8 +178,11 @@ class Pick(RoutedRequest):
         tokens = self._scanner.feed(part)
         if self._backend is not None:
             self._backend.heard_at = self._context.now
-        if tokens and self.attempt is not None:
-            self.attempt.tokens(tokens)
+        attempt = self.attempt
+        if attempt is not None:
+            attempt.unseen = False
+            if tokens:
+                attempt.tokens(tokens)
 
     @property
     def is_explained(self) -> bool:

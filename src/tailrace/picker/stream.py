@@ -77,8 +77,8 @@ class PickerState(Protocol):
 class PickStream:
     """Handles the messages of a stream (``grpc.MessageHandler``)."""
 
-    __slots__ = ("__weakref__", "_buffered", "_call", "_client", "_complete", "_has_trailers",
-                 "_head", "_ineligible", "_kind", "_mode", "_parts", "_pick", "_picker", "_read",
+    __slots__ = ("__weakref__", "_call", "_client", "_complete", "_has_trailers", "_head",
+                 "_hidden", "_ineligible", "_kind", "_mode", "_parts", "_pick", "_picker", "_read",
                  "_renamed", "_response_mode", "_seen", "_since", "_size", "_status", "_taken",
                  "body", "held")  # fmt: skip
 
@@ -100,6 +100,7 @@ class PickStream:
         self._pick: Pick | None = None
         self._read: BodyReading | None = None
         self._status = 0  # of the response
+        self._hidden = False  # the response's body: only its end is seen
         self._since = picker.now
         self.body = b""
         self.held = 0
@@ -136,8 +137,8 @@ class PickStream:
     def half_closed(self) -> None:
         """The proxy needs the picker no more for this request."""
         pick = self._pick
-        if pick is not None and self._status:
-            self._done()  # with the body or without it, the response is complete
+        if pick is not None and self._status and (self._hidden or pick.ended):
+            self._done()
         self._release()
         self._call.end()
 
@@ -388,7 +389,7 @@ class PickStream:
             if backend is not None:
                 pick.moved(backend)
         content_type = lower.get(b"content-type", b"")
-        pick.responded(self._status, content_type)
+        pick.responded(self._status, content_type, by_proxy=served == "")
         ends = request.response_headers.end_of_stream
         headers: list[tuple[str, bytes]] = []
         if pick.is_explained:
@@ -399,16 +400,21 @@ class PickStream:
             self._done()
 
     def _wanted_mode(self, streams: bool) -> int | None:
-        """Return how the body of the response should be sent; None: as it is set already."""
+        """Return how the body of the response should be sent; None: as it is set already.
+
+        Envoy takes no other mode for a response whose request is sent in full duplex. Whether it
+        does otherwise is a setting of its own, so what comes is read in any case.
+        """
         mode, pick = self._response_mode, self._pick
         assert pick is not None
-        if pick.attempt is None or not self._picker.reads_response(streams):
+        changes = self._mode != FULL_DUPLEX
+        wanted = pick.attempt is not None and self._picker.reads_response(streams)
+        if mode == NONE or (changes and not wanted):
+            self._hidden = True
             pick.hide()
-            return NONE if mode != NONE else None
-        if mode == NONE:
-            # If the proxy does not follow, the response is not seen.
-            return STREAMED
-        return None
+        if not changes or wanted == (mode != NONE):
+            return None
+        return STREAMED if wanted else NONE
 
     def _response_body(self, message: Message) -> None:
         part = message.body
@@ -418,6 +424,7 @@ class PickStream:
                 self._call.write(reply)
         else:
             self._call.write(UNCHANGED["response_body"])
+        self._hidden = False
         if pick is not None and pick.stage != OVER:
             if part:
                 pick.body(part)

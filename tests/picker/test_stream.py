@@ -1,0 +1,383 @@
+"""The protocol, message by message, against a real gRPC client."""
+
+import asyncio
+from typing import Any
+
+import grpc
+import grpc.aio
+import orjson
+import pytest
+
+from picker.pickers import CHAT, is_idle, picking
+from router.conftest import run
+from tailrace.picker.app import Picker, endpoint_of
+from tailrace.picker.messages import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED
+from tailrace.picker.proxy_client import ProxyStream, endpoints_of
+from tailrace.router.settings import BackendSettings
+
+USAGE = b'{"usage":{"prompt_tokens":9,"completion_tokens":3,"total_tokens":12}}'
+
+
+async def settle(picker: Picker) -> None:
+    for _ in range(400):
+        if is_idle(picker):
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("something is still in progress")
+
+
+def test_a_request_is_picked_for_and_accounted() -> None:
+    async def test() -> None:
+        async with picking() as (picker, channel, endpoints):
+            stream = ProxyStream(channel)
+            named = await stream.pick(CHAT)
+            assert len(named) == 3
+            assert set(named) == set(endpoints)
+            assert picker.backends.cluster.replicas["in_flight"].sum() == 1
+            await stream.response()
+            reply = await stream.read()
+            headers = reply.response_headers.response.header_mutation.set_headers
+            assert next(o.header.key for o in headers) == "x-tailrace-replica"
+            await stream.response_body(USAGE, end=True)
+            assert (await stream.read()).WhichOneof("response") == "response_body"
+            assert is_idle(picker)
+            assert await stream.close() == grpc.StatusCode.OK
+            metrics = picker.telemetry
+            metrics.flush()
+            assert metrics.output_tokens[endpoints.index(named[0])] == 3
+
+    run(test())
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_only_endpoints_of_the_subset_are_named(as_list: bool) -> None:
+    async def test() -> None:
+        async with picking(4) as (picker, channel, endpoints):
+            wanted = endpoints[1:3]
+            for _ in range(6):
+                stream = ProxyStream(channel)
+                subset = wanted if as_list else ", ".join(wanted)
+                assert set(await stream.pick(CHAT, subset=subset)) == set(wanted)
+                await stream.close()
+            stream = ProxyStream(channel)
+            await stream.headers(subset=["10.9.9.9:1"])
+            await stream.body(CHAT)
+            assert (await stream.read()).immediate_response.status.code == 503
+            await settle(picker)
+
+    run(test())
+
+
+def test_large_bodies_come_back_whole_and_in_parts() -> None:
+    async def test() -> None:
+        async with picking() as (picker, channel, _):
+            for size in (61_999, 62_000, 62_001, 400_000, 3_000_000):
+                stream = ProxyStream(channel)
+                text = "word " * (size // 5)
+                body = orjson.dumps({"model": "emulated", "prompt": text})
+                await stream.headers(path="/v1/completions")
+                for at in range(0, len(body), 100_000):
+                    await stream.body(body[at : at + 100_000], end=False)
+                await stream.body(b"", end=True)
+                endpoints_of(await stream.read())
+                assert await stream.body_back() == body
+                await stream.close()
+            await settle(picker)
+
+    run(test())
+
+
+def test_trailers_follow_the_body() -> None:
+    async def test() -> None:
+        from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
+
+        async with picking() as (_, channel, _e):
+            stream = ProxyStream(channel)
+            await stream.headers()
+            await stream.body(CHAT, end=False)
+            request = pb.ProcessingRequest()
+            request.request_trailers.SetInParent()
+            await stream.send(request)
+            kinds = [(await stream.read()).WhichOneof("response") for _ in range(3)]
+            assert kinds == ["request_headers", "request_body", "request_trailers"]
+
+    run(test())
+
+
+def test_other_modes_of_the_requests_body() -> None:
+    async def test() -> None:
+        async with picking() as (picker, channel, _):
+            buffered = ProxyStream(channel)
+            await buffered.headers(mode=BUFFERED)
+            first = await buffered.read()
+            assert not first.request_headers.response.header_mutation.set_headers
+            await buffered.body(CHAT)
+            assert endpoints_of(await buffered.read())
+            for mode in (NONE, STREAMED):
+                stream = ProxyStream(channel)
+                await stream.headers(mode=mode)
+                assert endpoints_of(await stream.read())
+                await stream.close()
+            partial = ProxyStream(channel)
+            await partial.headers(mode=BUFFERED_PARTIAL)
+            await partial.read()
+            await partial.body(CHAT[:20], end=False)
+            assert endpoints_of(await partial.read())
+            get = ProxyStream(channel)
+            await get.headers(method="GET", path="/v1/models", end=True)
+            assert endpoints_of(await get.read())
+            for stream in (buffered, partial, get):
+                await stream.close()
+            await settle(picker)
+
+    run(test())
+
+
+def test_the_model_is_rewritten_in_place() -> None:
+    async def test() -> None:
+        async with picking(models={"aliases": {"nice": "emulated"}}) as (_, channel, _e):
+            for given, headers in (("nice", {}), ("any", {"x-gateway-model-name-rewrite": "nice"})):
+                body = b'{ "messages" : [ ], "model" : "%b" ,"n":1.00 }' % given.encode()
+                stream = ProxyStream(channel)
+                await stream.headers(headers)
+                await stream.body(body)
+                reply = await stream.read()
+                assert endpoints_of(reply)
+                assert (
+                    await stream.body_back()
+                    == b'{ "messages" : [ ], "model" : "emulated" ,"n":1.00 }'
+                )
+                lengths = [
+                    o.header.raw_value
+                    for o in reply.request_headers.response.header_mutation.set_headers
+                    if o.header.key == "content-length"
+                ]  # fmt: skip
+                assert lengths == [b"52"]
+                await stream.close()
+            unknown = ProxyStream(channel)
+            await unknown.headers()
+            await unknown.body(b'{"model": "none", "messages": []}')
+            assert (await unknown.read()).immediate_response.status.code == 404
+
+    run(test())
+
+
+def test_a_full_cluster_sheds_by_objective_and_shares_by_fairness_id() -> None:
+    async def test() -> None:
+        over: dict[str, Any] = {
+            "admission": {"max_in_flight": 1, "queue": 10, "max_wait_s": 60},
+            "pick": {"objectives": {"batch": -1, "chat": 5}},
+        }
+        async with picking(1, **over) as (picker, channel, _):
+            first = ProxyStream(channel)
+            await first.pick(CHAT)
+            batch = ProxyStream(channel)
+            await batch.headers({"x-gateway-inference-objective": "batch"})
+            await batch.body(CHAT)
+            refused = (await batch.read()).immediate_response
+            assert refused.status.code == 429
+            assert "retry-after" in [o.header.key for o in refused.headers.set_headers]
+            waiting = []
+            for flow, objective in (("a", ""), ("a", ""), ("b", ""), ("c", "chat")):
+                stream = ProxyStream(channel)
+                await stream.headers(
+                    {"x-gateway-inference-fairness-id": flow,
+                     "x-gateway-inference-objective": objective}
+                )  # fmt: skip
+                await stream.body(CHAT)
+                waiting.append(stream)
+            while len(picker.intake.queue) < 4:
+                await asyncio.sleep(0.01)
+            order = []
+            running, reading = (
+                first,
+                {asyncio.ensure_future(stream.read()): k for k, stream in enumerate(waiting)},
+            )
+            for _ in range(4):
+                await running.close()
+                done, _pending = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+                assert len(done) == 1
+                task = done.pop()
+                endpoints_of(task.result())
+                order.append(reading.pop(task))
+                running = waiting[order[-1]]
+                await running.body_back()
+            await running.close()
+            assert order[0] == 3  # the urgent one
+            assert order[1:] == [0, 2, 1]  # a and b take turns
+            await settle(picker)
+
+    run(test())
+
+
+def test_cancels_free_everything_at_every_step() -> None:
+    async def test() -> None:
+        async with picking(admission={"max_in_flight": 1}) as (picker, channel, _):
+            for steps in range(7):
+                stream = ProxyStream(channel)
+                if steps >= 1:
+                    await stream.headers()
+                if steps >= 2:
+                    await stream.body(CHAT[:10], end=False)
+                if steps >= 3:
+                    await stream.body(CHAT[10:])
+                    await stream.read()
+                if steps >= 4:
+                    await stream.body_back()
+                if steps >= 5:
+                    await stream.response(kind="text/event-stream")
+                    await stream.read()
+                if steps >= 6:
+                    await stream.response_body(b'data: {"choices":[{"text":"a"}]}\n\n')
+                    await stream.read()
+                stream.call.cancel()
+                await settle(picker)
+
+    run(test())
+
+
+def test_the_endpoint_that_served_is_charged() -> None:
+    async def test() -> None:
+        async with picking(2, health={"failures": 1, "interval_s": 1000}) as (
+            picker,
+            channel,
+            all_,
+        ):
+            for told in ("served", "upstream"):
+                stream = ProxyStream(channel)
+                first, second = await stream.pick(CHAT)
+                await stream.response(**{told: second}, kind="text/event-stream")
+                reply = await stream.read()
+                value = reply.response_headers.response.header_mutation.set_headers[0].header
+                assert value.raw_value.decode() == second
+                in_flight = picker.backends.cluster.replicas["in_flight"]
+                assert in_flight[all_.index(second)] == 1
+                assert in_flight[all_.index(first)] == 0
+                await stream.close()
+                await settle(picker)
+                for backend in picker.backends.all:
+                    backend.health.remove(False)  # closed again
+
+    run(test())
+
+
+def test_answers_of_the_proxy_itself_blame_no_endpoint() -> None:
+    async def test() -> None:
+        async with picking(2, health={"failures": 1, "interval_s": 1000}) as (picker, channel, _):
+            for upstream, failures in (("", 0), (None, 1)):
+                stream = ProxyStream(channel)
+                await stream.pick(CHAT)
+                await stream.response(503, "text/plain", upstream=upstream)
+                await stream.read()
+                await stream.response_body(b"no healthy upstream", end=True)
+                await stream.read()
+                await settle(picker)
+                opened = sum(b.health.breaker.opened for b in picker.backends.all)
+                assert opened == failures
+
+    run(test())
+
+
+def test_responses_that_are_not_read_count_until_their_end() -> None:
+    async def test() -> None:
+        async with picking() as (picker, channel, _):
+            stream = ProxyStream(channel)
+            await stream.pick(CHAT, response_mode=NONE)
+            await stream.response(kind="text/event-stream")
+            reply = await stream.read()
+            assert not reply.HasField("mode_override")  # Envoy would not follow
+            assert not is_idle(picker)
+            await stream.close()
+            assert is_idle(picker)
+            picker.telemetry.flush()
+            done = [key for key in picker.telemetry.requests if key[2] == "done"]
+            assert len(done) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize(("responses", "mode", "asked"), [
+    ("none", STREAMED, NONE), ("all", NONE, STREAMED), ("all", STREAMED, None),
+])  # fmt: skip
+def test_how_a_response_is_to_be_sent(responses: str, mode: int, asked: int | None) -> None:
+    async def test() -> None:
+        async with picking(pick={"responses": responses}) as (_, channel, _e):
+            stream = ProxyStream(channel)
+            await stream.headers(mode=BUFFERED, response_mode=mode)
+            await stream.read()
+            await stream.body(CHAT)
+            await stream.read()
+            await stream.response(kind="text/event-stream")
+            reply = await stream.read()
+            assert reply.HasField("mode_override") == (asked is not None)
+            if asked is not None:
+                assert reply.mode_override.response_body_mode == asked
+
+    run(test())
+
+
+def test_streams_are_read_within_their_budget() -> None:
+    async def test() -> None:
+        async with picking(pick={"stream_messages_per_s": 10}) as (picker, _c, _e):
+            assert picker.reads_response(True)
+            for _ in range(100):
+                picker.read_part()
+            assert not picker.reads_response(True)
+            assert picker.reads_response(False)
+
+    run(test())
+
+
+def test_a_full_duplex_response_is_passed_on() -> None:
+    async def test() -> None:
+        async with picking() as (_, channel, _e):
+            stream = ProxyStream(channel)
+            await stream.pick(CHAT, response_mode=FULL_DUPLEX)
+            await stream.response(kind="text/event-stream")
+            await stream.read()
+            for data, end in ((b"data: x\n\n", False), (b"data: [DONE]\n\n", True)):
+                await stream.response_body(data, end=end)
+                part = (await stream.read()).response_body.response.body_mutation.streamed_response
+                assert (part.body, part.end_of_stream) == (data, end)
+
+    run(test())
+
+
+def test_clients_need_their_keys_and_endpoints_do_not_see_them(monkeypatch: Any) -> None:
+    monkeypatch.setenv("A_KEY", "secret-a")
+    monkeypatch.setenv("B_KEY", "for-backend")
+    clients = [{"name": "a", "key_env": "A_KEY", "models": ["emulated"], "concurrent": 1}]
+
+    async def test() -> None:
+        async with picking(clients=clients) as (picker, channel, _):
+            without = ProxyStream(channel)
+            await without.headers()
+            assert (await without.read()).immediate_response.status.code == 401
+            stream = ProxyStream(channel)
+            await stream.headers({"authorization": "Bearer secret-a"})
+            await stream.body(CHAT)
+            reply = await stream.read()
+            assert endpoints_of(reply)
+            await stream.body_back()
+            removed = reply.request_headers.response.header_mutation.remove_headers
+            assert "authorization" in removed
+            second = ProxyStream(channel)
+            await second.headers({"authorization": "Bearer secret-a"})
+            assert (await second.read()).immediate_response.status.code == 429
+            other = {"authorization": "Bearer secret-a", "x-gateway-model-name-rewrite": "other"}
+            await stream.close()
+            await settle(picker)
+            third = ProxyStream(channel)
+            await third.headers(other)
+            await third.body(CHAT)
+            assert (await third.read()).immediate_response.status.code == 403
+            await settle(picker)
+
+    run(test())
+
+
+def test_names_and_paths_are_no_endpoints() -> None:
+    assert endpoint_of(BackendSettings(url="http://[::1]:8000")) == "[::1]:8000"
+    for url in ("http://localhost:8000", "http://10.0.0.1:8000/base"):
+        with pytest.raises(Exception, match="backend"):
+            endpoint_of(BackendSettings(url=url))

@@ -41,7 +41,7 @@ Message = Any  # the classes of protobuf are made at run time
 HeaderPairs = Sequence[tuple[str, bytes]]
 
 
-class Head(NamedTuple):
+class ShownHeaders(NamedTuple):
     """Headers of a request or response."""
 
     headers: list[tuple[bytes, bytes]]
@@ -57,7 +57,7 @@ def read(data: bytes) -> Message | None:
         return None
 
 
-def head_of(headers: Message) -> Head:
+def head_of(headers: Message) -> ShownHeaders:
     """Return the headers of an HttpHeaders message."""
     found: list[tuple[bytes, bytes]] = []
     lower: dict[bytes, bytes] = {}
@@ -65,7 +65,7 @@ def head_of(headers: Message) -> Head:
         name, value = header.key.encode().lower(), header.raw_value or header.value.encode()
         found.append((name, value))
         lower.setdefault(name, value)
-    return Head(found, lower)
+    return ShownHeaders(found, lower)
 
 
 def subset_of(request: Message) -> frozenset[str] | None:

@@ -22,8 +22,8 @@ from tailrace.picker.messages import (
     NONE,
     STREAMED,
     UNCHANGED,
-    Head,
     Message,
+    ShownHeaders,
 )
 from tailrace.picker.pick import Pick
 from tailrace.router.access import refusals
@@ -41,7 +41,7 @@ from tailrace.router.serve_settings import ServeSettings
 
 #: Headers with a client's key, which endpoints do not get.
 _KEYS = ("authorization", "x-api-key")
-_NO_HEAD = Head([], {})
+_NO_HEAD = ShownHeaders([], {})
 
 
 class PickerState(Protocol):

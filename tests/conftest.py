@@ -19,6 +19,7 @@ OPT_IN = {
     "ray": "needs Ray in a network namespace of its own: make test-ray",
     "loop": "takes minutes of load: make test-loop",
     "docs": "runs the commands of the pages: make test-docs",
+    "envoy": "needs a real Envoy: make test-envoy",
     "deploy": "runs the steps of the container file: make test-deploy",
 }
 

@@ -20,7 +20,7 @@ from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 
 #: Commands by their heading on the help page; each is a module with a ``command``.
 GROUPS = {
-    "Serve": ("serve", "pick", "emulate", "warmup"),
+    "Serve": ("serve", "pick", "picktest", "emulate", "warmup"),
     "Measure": ("assess", "bench", "calibrate", "fit", "replay"),
     "Simulate": (
         *("simulate", "compare", "capacity", "plan", "workload"),

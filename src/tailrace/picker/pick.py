@@ -26,6 +26,12 @@ _NO_SCANNER = NoScanner()
 class Proxy(Protocol):
     """The proxy's side of a request."""
 
+    body: bytes
+    """Of the request, as far as it is held."""
+
+    def replace_body(self, body: bytes) -> None:
+        """Pass another body on."""
+
     def picked(self, backends: Sequence[Backend]) -> None:
         """Name the endpoints: the one that was picked, and fallbacks in order."""
 
@@ -106,6 +112,11 @@ class Pick(RoutedRequest):
 
     def _send(self) -> None:
         self.stage = SENT
+        decision, body = self.decision, self._proxy.body
+        if decision is not None and decision.priority is not None:
+            spliced = self._with_priority(body, decision.priority)
+            if spliced is not None:
+                self._proxy.replace_body(spliced.whole(body))
         self._proxy.picked(self._endpoints())
 
     def _endpoints(self) -> list[Backend]:
@@ -122,6 +133,7 @@ class Pick(RoutedRequest):
             b for b in context.backends.all
             if b is not first and b.health.available and b.index not in excluded
             and b.index not in context.backends.full and b.settings.api_key_env == key
+            and b.takes_priorities == first.takes_priorities
         ]  # fmt: skip
         decision = self.decision
         if decision is None:

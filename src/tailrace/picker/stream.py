@@ -295,7 +295,7 @@ class PickStream:
             rewrite = lower.get(messages.REWRITE)
             if rewrite and self.body and self._kind != OTHER:
                 name = rewrite.decode("latin-1")
-                self._replace(intake.renamed(self.body, name))
+                self.replace_body(intake.renamed(self.body, name))
                 body.model = comparable(name)
             if client is not None:
                 intake.check(client, body, self.body)
@@ -307,7 +307,7 @@ class PickStream:
         if body is not None and self._kind != OTHER:
             model, data = intake.find_model(body, self.body, client)
             if data is not self.body:
-                self._replace(data)
+                self.replace_body(data)
             arrival = context.backends.cluster.arrive(body, keep=True)
             if client is not None and client.account.limits_tokens:
                 reserved = intake.reserve(client, arrival)
@@ -319,10 +319,11 @@ class PickStream:
         self._taken = False  # the pick frees it
         pick.start()
 
-    def _replace(self, data: bytes) -> None:
-        self.body, self._renamed = data, True
-
     # What a pick calls.
+
+    def replace_body(self, body: bytes) -> None:
+        """Pass another body on."""
+        self.body, self._renamed = body, True
 
     def picked(self, backends: Sequence[Backend]) -> None:
         """Name the endpoints, and pass the body on."""

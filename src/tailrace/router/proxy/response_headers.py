@@ -41,6 +41,8 @@ def explanation(backend: Backend, decision: Decision | None) -> list[tuple[bytes
     if decision is not None:
         found.append((b"x-tailrace-policy", _header_value(decision.policy)))
         found.append((b"x-tailrace-reason", _header_value(decision.reason)))
+        if decision.priority is not None:
+            found.append((b"x-tailrace-priority", b"%d" % decision.priority))
     return found
 
 

@@ -5,6 +5,7 @@ to the endpoints. Each check is a coroutine with the requirement as its docstrin
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -251,7 +252,7 @@ async def survives_nonsense(picker: Picked) -> None:
     for data in (b"\xff" * 50, b"\x00", b"\x12\xff\xff\xff\xff\x0f"):
         call = method()
         await call.write(data)
-        async with asyncio.timeout(5):
+        with contextlib.suppress(grpc.aio.AioRpcError):
             await call.read()
         call.cancel()
     await picker.pick()

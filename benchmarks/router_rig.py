@@ -328,6 +328,13 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def fetch_text(url: str) -> str:
+    """Return the text at an address."""
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        text: str = answer.read().decode()
+    return text
+
+
 def children_of(pid: int) -> list[int]:
     """Return the child processes of a process."""
     path = Path(f"/proc/{pid}/task/{pid}/children")

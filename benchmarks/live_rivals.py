@@ -161,7 +161,8 @@ def file_of(folder: Path, run: tuple[str, str, int]) -> Path:
 
 def play(folder: Path, missing: list[tuple[str, str, int]], at_once: int) -> None:
     """Make runs in processes of their own, a few at a time."""
-    waiting, running = list(missing), {}
+    waiting = list(missing)
+    running: dict[tuple[str, str, int], subprocess.Popen[bytes]] = {}
     while waiting or running:
         while waiting and len(running) < at_once:
             run = waiting.pop(0)

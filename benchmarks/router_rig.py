@@ -229,8 +229,11 @@ class Rig:
         """Start the peers that are installed, each with its own defaults."""
         return [c for name in (*PEER_PACKAGES, "nginx") if (c := self.start_peer(name)) is not None]
 
-    def start_peer(self, name: str) -> Contender | None:
-        """Start a peer; None: it is not installed or does not start, and a note says so."""
+    def start_peer(self, name: str, options: Sequence[str] = ()) -> Contender | None:
+        """Start a peer; None: it is not installed or does not start, and a note says so.
+
+        ``options``: of its command line, besides its own defaults.
+        """
         if name.startswith("nginx"):
             return self._start_nginx(name)
         package = PEER_PACKAGES[name]
@@ -241,7 +244,7 @@ class Rig:
         command: list[str | Path] = [
             PEERS / "bin" / "python", "-m", f"{package}.launch_router",
             "--host", HOST, "--port", str(port), "--prometheus-port", str(prometheus),
-            "--log-level", "error", "--worker-urls", *self.backends,
+            "--log-level", "error", *options, "--worker-urls", *self.backends,
         ]  # fmt: skip
         process = self.start(name, command)
         if not self.wait(port, process, name, must=False):

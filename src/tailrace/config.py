@@ -179,6 +179,7 @@ class Cluster(Settings):
 
 
 PredictorName = Literal["mean", "exact", "bucket", "noisy"]
+PrefixLearns = Literal["sent", "first_token", "events"]
 
 
 class RouterSettings(Settings):
@@ -195,6 +196,11 @@ class RouterSettings(Settings):
     """Predicted output before any request has finished."""
     index_entries: int = Field(default=4096, ge=16, le=2**20)
     """Prefixes the router remembers per replica."""
+    prefix_learns: PrefixLearns = "sent"
+    """When the router's prefix index learns that a replica has a prompt: sent, first_token, or
+    events (the server's KV events: at the first token and the end, events_lag_s later)."""
+    events_lag_s: float = Field(default=0.0, ge=0, le=1e6, allow_inf_nan=False)
+    """Seconds until a KV event has reached the router, for prefix_learns = events."""
 
     @field_validator("staleness_s")
     @classmethod

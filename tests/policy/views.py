@@ -74,6 +74,7 @@ def random_view(seed: int) -> View:
             "last_replica": int(rng.integers(-1, n)),
             "prefix_hash": rng.integers(0, 2**63, dtype=np.uint64),
             "ttft_slo_s": float(rng.choice([0.05, 1.0, 30.0])),
+            "content_hash": rng.integers(0, 2**63, dtype=np.uint64),
         },
         router={"rng": rng.integers(0, 2**63, dtype=np.uint64), "cursor": int(rng.integers(n))},
         costs=[
@@ -99,7 +100,6 @@ def random_view(seed: int) -> View:
         context_tokens=rng.integers(0, 3000, n),
         answering_prompts=rng.integers(0, 3000, n),
         sent_tokens=rng.integers(0, 500, n),
-        sent_prompt_tokens=rng.integers(500, 9000, n),
         sent_requests=rng.integers(0, 3, n),
         recent_work=rng.choice([0.0, 1000.0, 50_000.0], n),
         recent_at=rng.choice([0.0, 99.0], n),
@@ -109,6 +109,8 @@ def random_view(seed: int) -> View:
         kv_used=rng.choice([0.0, 0.5, 1.0], n),
         cached_tokens=rng.integers(0, prompt // 16 + 1, n) * 16 * (rng.random(n) < 0.5),
         index_tokens=rng.choice([0, 4_000, 300_000], n),
+        active_blocks=rng.integers(0, 300, n),
+        new_blocks=rng.integers(0, prompt // 16 + 1, n),
     )
 
 

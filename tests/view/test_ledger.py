@@ -17,7 +17,7 @@ PREFIX_INDEX = {"cached_tokens", "index_tokens"}
 METRICS = {"metrics_at", "waiting", "running", "kv_used"}
 #: Totals and moving averages: they do not return to zero when all requests have ended.
 TOTALS = {
-    *("sent_tokens", "sent_prompt_tokens", "sent_requests", "recent_work", "recent_at"),
+    *("sent_tokens", "sent_requests", "recent_work", "recent_at"),
     *("finished", "finished_tokens"),
     *("streamed", "recent_tokens", "recent_in_flight"),
 }

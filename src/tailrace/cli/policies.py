@@ -37,6 +37,8 @@ def command(name: str | None) -> None:
             + ", metrics snapshots" * rule.uses_metrics
             + ", prefix index" * rule.uses_prefix,
         }
+        if rule.index_learns:
+            fields["its index learns"] = rule.index_learns
         console.show(rule, lambda screen: print_record(screen, rule.name, fields))
         return
     found: list[Any] = []

@@ -12,6 +12,7 @@ from tailrace.sim.types import (
     EVENT,
     EXTENT,
     HEAP_ENTRY,
+    KV_EVENT,
     NEWS,
     PIECE,
     REQUEST_FACT,
@@ -51,6 +52,8 @@ class Allocation:
     """Content runs of a table."""
     runs_per_request: int = 1
     events: int = 0
+    kv_events: int = 0
+    """KV events that may be on their way to the router."""
 
     def joined(self, other: "Allocation") -> "Allocation":
         """Return sizes that are enough for both."""
@@ -90,6 +93,7 @@ def allocation_for(
         runs=len(table.runs),
         runs_per_request=max(int(rows["run_count"].max()), 1),
         events=events,
+        kv_events=2 * len(table) if router.prefix_learns == "events" else 0,
     )
 
 
@@ -161,5 +165,6 @@ def new_fleet(
         index_entries=index.entries.reshape(c, n, -1),
         index_slots=index.slots.reshape(c, n, -1),
         index_totals=index.totals.reshape(c, n),
+        kv_events=np.zeros((c, room.kv_events), KV_EVENT),
         scores=np.zeros((c, n)),
     )

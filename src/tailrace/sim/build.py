@@ -13,13 +13,13 @@ from tailrace.sim.allocation import Allocation, allocation_for, is_explicit, new
 from tailrace.sim.chains import cut, new_scratch
 from tailrace.sim.cost_accounts import E2E_TARGET_S
 from tailrace.sim.kvcache import KvCache
-from tailrace.sim.types import EVENT_CODES, SCHEDULER_CODES, Fleet, Tables
+from tailrace.sim.types import EVENT_CODES, LEARNS_CODES, SCHEDULER_CODES, Fleet, Tables
 from tailrace.view.devices import num_blocks_of
 from tailrace.view.prefix_index import PrefixIndex, forget
 from tailrace.view.replicas import idle_views, is_caching, replica_costs
 from tailrace.view.selection import mix
 from tailrace.workload.predict import predicted_output
-from tailrace.workload.prefix import content_keys, prefix_hash
+from tailrace.workload.prefix import content_hash, content_keys, prefix_hash
 from tailrace.workload.table import RequestTable
 
 _serial_numbers = itertools.count(1)
@@ -105,6 +105,7 @@ def _fill_facts(
     if predicted is not None:
         facts["predicted"] = predicted
     facts["prefix_hash"] = prefix_hash(table)
+    facts["content_hash"] = content_hash(table)
     facts["child"] = facts["sibling"] = -1
     children = np.flatnonzero(rows["parent"] >= 0)
     children = children[np.argsort(rows["parent"][children], kind="stable")]
@@ -190,6 +191,8 @@ def _start_cluster(
     cluster["late_share"] = 1.0
     cluster["e2e_target"], cluster["latency_limit"] = E2E_TARGET_S, np.inf
     cluster["view_context"] = cluster["view_prefix"] = cluster["accounts"] = 1
+    cluster["learns"] = LEARNS_CODES[router.prefix_learns]
+    cluster["events_lag_s"] = router.events_lag_s
     cluster["scrape_s"] = router.staleness_s
     cluster["scrape_count"] = -1
     thinks = table.rows["think_s"][table.rows["parent"] >= 0]

@@ -10,7 +10,12 @@ from tailrace.compiled import inlined, inner
 from tailrace.sim import arrival_heap, cost_accounts
 from tailrace.sim import server as servers
 from tailrace.sim.kvcache import KvCache, PromptContent, private_path
-from tailrace.sim.types import NEWS_FINISHED, NEWS_FIRST_TOKEN
+from tailrace.sim.types import (
+    LEARNS_EVENTS,
+    LEARNS_FIRST_TOKEN,
+    NEWS_FINISHED,
+    NEWS_FIRST_TOKEN,
+)
 from tailrace.view import ledger, prefix_index
 from tailrace.view.prefix_index import PrefixIndex
 
@@ -88,6 +93,7 @@ def _update_ledger(fleet, tables, c, r):
     requests = fleet.requests[c]
     facts = tables.facts[cluster["table"]]
     view = fleet.replicas_view[c, r]
+    learns = cluster["learns"] if fleet.servers[c, r]["caching"] else -1
     for k in range(1, notices[0, 0] + 1):
         n = notices[0, k]
         request = requests[n]
@@ -95,13 +101,19 @@ def _update_ledger(fleet, tables, c, r):
         if cluster["accounts"]:
             cost_accounts.answered(cluster, requests, facts, n)
         notify(fleet, c, NEWS_FIRST_TOKEN, r, n, request["first"])
+        if learns == LEARNS_FIRST_TOKEN:
+            index_content(fleet, tables, c, r, n, 0, request["first"])
+        elif learns == LEARNS_EVENTS:
+            _publish(fleet, c, r, 2 * n, request["first"])
     for k in range(1, notices[1, 0] + 1):
         n = notices[1, k]
         fact = facts[n]
         predicted = requests[n]["predicted"]
         ledger.finished(view, fleet.router[c], fact["prompt"], predicted, fact["output"])
         notify(fleet, c, NEWS_FINISHED, r, n, requests[n]["done"])
-        if fleet.servers[c, r]["caching"]:
+        if learns == LEARNS_EVENTS:
+            _publish(fleet, c, r, 2 * n + 1, requests[n]["done"])
+        elif learns >= 0:
             index_content(fleet, tables, c, r, n, facts[n]["output"], requests[n]["done"])
         settled(fleet, tables, c, n, False)
 
@@ -154,6 +166,38 @@ def index_content(fleet, tables, c, r, n, output, now):
     tokens[count - 1] += output
     capacity = fleet.replicas_view[c, r]["capacity_tokens"]
     prefix_index.insert(index_of(fleet, c), r, keys, tokens, capacity, now)
+
+
+@inner
+def _publish(fleet, c, r, event, at):
+    """Put a KV event of a replica on its way; events of a replica stay in order."""
+    server = fleet.servers[c, r]
+    kv_events = fleet.kv_events[c]
+    kv_events[event]["at"] = at
+    kv_events[event]["next"] = -1
+    if server["event_head"] < 0:
+        server["event_head"] = event
+    else:
+        kv_events[server["event_tail"]]["next"] = event
+    server["event_tail"] = event
+
+
+@inner
+def take_events(fleet, tables, c, now):
+    """Enter the KV events that have reached the router by ``now`` (s) into its prefix index."""
+    cluster = fleet.clusters[c]
+    facts = tables.facts[cluster["table"]]
+    lag = cluster["events_lag_s"]
+    for r in range(cluster["n_replicas"]):
+        server = fleet.servers[c, r]
+        event = server["event_head"]
+        while event >= 0 and fleet.kv_events[c, event]["at"] + lag <= now:
+            n = event // 2
+            output = facts[n]["output"] if event % 2 == 1 else 0
+            at = fleet.kv_events[c, event]["at"] + lag
+            index_content(fleet, tables, c, r, n, output, at)
+            event = fleet.kv_events[c, event]["next"]
+        server["event_head"] = event
 
 
 @inlined

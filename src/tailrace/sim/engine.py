@@ -10,14 +10,16 @@ import numpy as np
 
 from tailrace.compiled import inlined, inner, jit
 from tailrace.policy.learned.policy import learned_scores
-from tailrace.policy.rules import LEARNED, score
-from tailrace.sim import arrival_heap, clock, cost_accounts, lookahead
+from tailrace.policy.rules import CODE, LEARNED, score
+from tailrace.sim import active_blocks, arrival_heap, clock, cost_accounts, lookahead
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
     EVENT_DIE,
     EVENT_DRAIN,
     EVENT_RETURN,
     EVENT_SLOW,
+    LEARNS_EVENTS,
+    LEARNS_SENT,
     NEWS_FAILED,
     Fleet,
     Tables,
@@ -196,9 +198,12 @@ def _fill_view(fleet, tables, c, n, now):
     view["turn"] = fact["turn"]
     view["last_replica"] = fleet.last_replica[c, session] if session >= 0 else -1
     view["prefix_hash"] = fact["prefix_hash"]
+    view["content_hash"] = fact["content_hash"]
     view["priority"] = fact["priority"]
     view["ttft_slo_s"] = fact["ttft_slo"]
     view["tpot_slo_s"] = fact["tpot_slo"]
+    if cluster["learns"] == LEARNS_EVENTS:
+        clock.take_events(fleet, tables, c, now)
     if cluster["view_prefix"]:
         for r in range(cluster["n_replicas"]):
             _look_up_prefix(fleet, tables, c, r, n)
@@ -260,7 +265,7 @@ def _assign(fleet, tables, c, r):
     ledger.sent(view, fact["prompt"], view["cached_tokens"], request["predicted"], now)
     if fact["session"] >= 0:
         fleet.last_replica[c, fact["session"]] = r
-    if fleet.servers[c, r]["caching"]:
+    if fleet.servers[c, r]["caching"] and cluster["learns"] == LEARNS_SENT:
         clock.index_content(fleet, tables, c, r, n, 0, now)
     servers.receive(fleet.servers[c, r], fleet.requests[c], fleet.costs[c, r], n, now)
     fleet.wake[c, r] = servers.wake_time(fleet.servers[c, r])
@@ -274,9 +279,11 @@ def assign(fleet, tables, c, r):
 
 
 @inlined
-def _rate(fleet, c, rule, params):
+def _rate(fleet, tables, c, rule, params):
     """Fill the scores by a rule of policy/rules."""
     n = fleet.clusters[c]["n_replicas"]
+    if rule == CODE.dynamo:
+        active_blocks.count(fleet, tables, c)
     replicas, costs = fleet.replicas_view[c, :n], fleet.costs[c, :n]
     view = View(fleet.requests_view[c], replicas, costs, fleet.router[c])
     score(rule, view, params, fleet.scores[c, :n])
@@ -311,7 +318,7 @@ def choice(fleet, tables, c, rule, params, lowest_id_wins):
     elif rule == LEARNED_CODE:
         _rate_learned(fleet, c, params)
     else:
-        _rate(fleet, c, rule, params)
+        _rate(fleet, tables, c, rule, params)
     return _choose(fleet, c, lowest_id_wins)
 
 
@@ -337,7 +344,7 @@ def _run(fleet, tables, c, rule, params, lowest_id_wins, limit):
             status = next_decision_before(fleet, tables, c, np.inf)
             if status != NEEDS_DECISION:
                 return status
-        _rate(fleet, c, rule, params)
+        _rate(fleet, tables, c, rule, params)
         _assign(fleet, tables, c, _choose(fleet, c, lowest_id_wins))
     return LIMIT
 

@@ -228,6 +228,10 @@ def copy_cluster(source, s, target, d):
         target.wake[d, r] = source.wake[s, r]
         _copy_server(source, s, target, d, r)
         _copy_index(source, s, target, d, r)
+        event = source.servers[s, r]["event_head"]
+        while event >= 0:
+            target.kv_events[d, event] = source.kv_events[s, event]
+            event = source.kv_events[s, event]["next"]
 
 
 @inner

@@ -206,6 +206,8 @@ def empty(server, phase, kv):
     server["parked_context"] = 0
     server["context"] = 0
     server["preempted_context"] = 0
+    server["event_head"] = -1
+    server["event_tail"] = -1
     server["next_finish"] = batching.NO_TICK
     server["next_event"] = batching.NO_TICK
     server["fresh"] = 0

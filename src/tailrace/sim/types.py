@@ -64,6 +64,8 @@ SERVER = np.dtype(
         ("preempted_context", "i8"),  # tokens of answering requests that were preempted
         ("oldest", "i8"),  # by priority: requests without a first token as sent, -1: none
         ("newest", "i8"),
+        ("event_head", "i8"),  # KV events on their way to the router, linked by KV_EVENT.next; -1
+        ("event_tail", "i8"),
         # totals
         ("requests", "i8"),
         ("iterations", "i8"),
@@ -162,6 +164,8 @@ CLUSTER = np.dtype(
         ("order", ORDER),  # by which requests get their priorities
         ("view_context", "i8"),  # 1: fill the view's context_tokens and moving averages
         ("view_prefix", "i8"),  # 1: fill the view's cached_tokens of all replicas
+        ("learns", "i8"),  # when the prefix index learns of a prompt: LEARNS_SENT ...
+        ("events_lag_s", "f8"),  # of LEARNS_EVENTS
         ("stuck", "i8"),  # 1: some replica has work but can form no batch
         ("serial", "i8"),  # number of its start: equal in copies, otherwise unique
         ("lowest", "i8"),  # all requests before this one are settled
@@ -202,6 +206,16 @@ CLUSTER = np.dtype(
     ]
 )
 
+#: When the router's prefix index learns what a replica has cached.
+LEARNS_SENT, LEARNS_FIRST_TOKEN, LEARNS_EVENTS = 0, 1, 2
+LEARNS_CODES = {
+    "sent": LEARNS_SENT,
+    "first_token": LEARNS_FIRST_TOKEN,
+    "events": LEARNS_EVENTS,
+}
+#: A KV event on its way to the router. Number 2 n: prompt n is prefilled; 2 n + 1: it is answered.
+KV_EVENT = np.dtype([("at", "f8"), ("next", "i8")])
+
 EVENT_SLOW, EVENT_DIE, EVENT_RETURN, EVENT_DRAIN = 0, 1, 2, 3
 EVENT_CODES = {
     "slow": EVENT_SLOW,
@@ -220,6 +234,7 @@ REQUEST_FACT = np.dtype(
         ("tpot_slo", "f8"),
         ("predicted", "f8"),  # output tokens, when the predictor is static
         ("prefix_hash", "u8"),
+        ("content_hash", "u8"),
         ("run_start", "i8"),
         ("piece_start", "i8"),
         ("prompt", "i4"),
@@ -295,4 +310,5 @@ class Fleet(NamedTuple):
     index_entries: NDArray[np.void]  #: [C, N, e + 1] prefix index, see view/prefix_index.py
     index_slots: NDArray[np.int32]  #: [C, N, s]
     index_totals: NDArray[np.void]  #: [C, N]
+    kv_events: NDArray[np.void]  #: [C, 2 R] KV_EVENT; [C, 0] unless the index learns from KV events
     scores: NDArray[np.float64]  #: [C, N]

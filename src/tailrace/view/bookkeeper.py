@@ -18,7 +18,7 @@ from tailrace.view.records import REQUEST_VIEW, ROUTER, View
 from tailrace.view.replicas import idle_views, replica_costs
 from tailrace.view.selection import mix
 from tailrace.workload.predict import predicted_output
-from tailrace.workload.prefix import prefix_hash
+from tailrace.workload.prefix import content_hash, prefix_hash
 from tailrace.workload.table import DEFAULT_TPOT_SLO_S, DEFAULT_TTFT_SLO_S, RequestTable
 
 
@@ -30,6 +30,7 @@ class RequestFacts:
     prompt_tokens: int
     output_tokens: int  #: entered into the ledger once the request has finished
     prefix_hash: int
+    content_hash: int = 0
     session: int = -1
     turn: int = 0
     priority: int = 0
@@ -47,6 +48,7 @@ def table_facts(table: RequestTable, router: RouterSettings, seed: int) -> list[
             prompt_tokens=int(row["prompt_tokens"]),
             output_tokens=int(row["output_tokens"]),
             prefix_hash=int(hashed),
+            content_hash=int(whole),
             session=int(row["session"]),
             turn=int(row["turn"]),
             priority=int(row["priority"]),
@@ -54,7 +56,9 @@ def table_facts(table: RequestTable, router: RouterSettings, seed: int) -> list[
             tpot_slo_s=float(row["tpot_slo_s"]),
             predicted=None if predicted is None else float(predicted[number]),
         )
-        for number, (row, hashed) in enumerate(zip(table.rows, prefix_hash(table), strict=True))
+        for number, (row, hashed, whole) in enumerate(
+            zip(table.rows, prefix_hash(table), content_hash(table), strict=True)
+        )
     ]
 
 
@@ -120,7 +124,7 @@ class Bookkeeper:
             view["predicted_output"] = facts.predicted
         view["last_replica"] = self._last_replica.get(facts.session, -1)
         for field in (
-            *("prompt_tokens", "session", "turn", "prefix_hash", "priority"),
+            *("prompt_tokens", "session", "turn", "prefix_hash", "content_hash", "priority"),
             *("ttft_slo_s", "tpot_slo_s"),
         ):
             view[field] = getattr(facts, field)
@@ -174,6 +178,10 @@ class Bookkeeper:
             facts.output_tokens,
         )
         return sent
+
+    def in_flight(self, replica: int) -> list[Sent]:
+        """Return the requests that were sent to a replica and have not finished."""
+        return [*self._waiting[replica].values(), *self._answering[replica].values()]
 
     def record_death(self, replica: int) -> None:
         """Record that a replica died with all its requests."""

@@ -30,7 +30,6 @@ def sent(replica, prompt, cached, predicted, now):
     replica["queued_since_sum"] += now
     replica["predicted_tokens"] += predicted
     replica["sent_tokens"] += uncached
-    replica["sent_prompt_tokens"] += prompt
     replica["sent_requests"] += 1
     fade_recent_work(replica, now)
     replica["recent_work"] += uncached
@@ -82,6 +81,7 @@ def lost(replica):
     replica["queued_since_sum"] = 0.0
     replica["context_tokens"] = 0
     replica["answering_prompts"] = 0
+    replica["active_blocks"] = 0
     replica["predicted_tokens"] = 0
     replica["streamed"] = replica["finished_tokens"]
     replica["recent_work"] = 0.0
@@ -127,9 +127,9 @@ def add(view, other, keep):
     view["queued_since_sum"] += other["queued_since_sum"]
     view["context_tokens"] += other["context_tokens"]
     view["answering_prompts"] += other["answering_prompts"]
+    view["active_blocks"] += other["active_blocks"]
     view["predicted_tokens"] += other["predicted_tokens"]
     view["sent_tokens"] += other["sent_tokens"]
-    view["sent_prompt_tokens"] += other["sent_prompt_tokens"]
     view["sent_requests"] += other["sent_requests"]
     fade = math.exp((other["recent_at"] - view["recent_at"]) / RECENT_WORK_S)
     view["recent_work"] += other["recent_work"] * fade
@@ -153,7 +153,6 @@ def scraped(replica, waiting, running, kv_used, now):
     replica["running"] = running
     replica["kv_used"] = kv_used
     replica["sent_tokens"] = 0
-    replica["sent_prompt_tokens"] = 0
     replica["sent_requests"] = 0
 
 

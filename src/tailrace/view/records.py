@@ -30,11 +30,11 @@ REPLICA_VIEW = np.dtype(
         ("queued_uncached", "i8"),  # the same, less what the prefix index says is cached
         ("context_tokens", "i8"),  # prompt + streamed tokens of those that are answering
         ("answering_prompts", "i8"),  # the prompts' part of context_tokens
+        ("active_blocks", "i8"),  # distinct full blocks of the prompts in flight, see below
         ("predicted_tokens", "i8"),  # output tokens of those in flight, as predicted when sent
         ("oldest_sent", "f8"),  # when the oldest queued was sent, s; only while there is one
         ("queued_since_sum", "f8"),  # sum of send times of the queued, s
         ("sent_tokens", "i8"),  # uncached prompt tokens sent since the metrics snapshot
-        ("sent_prompt_tokens", "i8"),  # prompt tokens sent since then, cached ones included
         ("sent_requests", "i8"),  # requests sent since the metrics snapshot
         ("recent_work", "f8"),  # uncached prompt tokens sent, decaying over RECENT_WORK_S
         ("recent_at", "f8"),  # when recent_work was last updated, s
@@ -52,8 +52,10 @@ REPLICA_VIEW = np.dtype(
         # prefix index
         ("cached_tokens", "i8"),  # prompt tokens of the current request, as the index believes
         ("index_tokens", "i8"),  # all tokens the index holds for this replica
+        ("new_blocks", "i8"),  # full blocks of this prompt that active_blocks leaves out
     ]
 )
+# active_blocks and new_blocks are filled in only for rules that read them (Rule.uses_active).
 
 #: The request being routed.
 REQUEST_VIEW = np.dtype(
@@ -70,6 +72,7 @@ REQUEST_VIEW = np.dtype(
         ("priority", "i8"),
         ("ttft_slo_s", "f8"),
         ("tpot_slo_s", "f8"),
+        ("content_hash", "u8"),  # of the whole prompt
     ]
 )
 

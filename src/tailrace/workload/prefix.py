@@ -69,6 +69,11 @@ def prefix_hash(table: RequestTable, tokens: int = 256) -> Hashes:
     return path
 
 
+def content_hash(table: RequestTable) -> Hashes:
+    """Return a hash [R] of the whole of each prompt."""
+    return prefix_hash(table, int(np.iinfo(np.int64).max))
+
+
 def repeated_tokens(table: RequestTable, *, answers: bool = False) -> NDArray[np.int64]:
     """Return how many prompt tokens [R] repeat the beginning of an earlier row's prompt.
 

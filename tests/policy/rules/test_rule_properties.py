@@ -74,6 +74,7 @@ def test_an_unavailable_replica_has_no_influence(rule: Rule, seed: int) -> None:
         "queued_uncached",
         "index_tokens",
         "waiting",
+        "active_blocks",
     ):
         other.replicas[name][gone] += 1000
     other.replicas["cached_tokens"][gone] = view.request["prompt_tokens"] - 1
@@ -93,13 +94,15 @@ def test_reads_what_it_says_and_no_metrics_before_there_are_any(rule: Rule, seed
     if not rule.uses_metrics:  # the simulator takes no snapshots for it then
         other.replicas["metrics_at"] = NEVER
         other.replicas["sent_tokens"] += 1
-        other.replicas["sent_prompt_tokens"] += 1
         other.replicas["sent_requests"] += 1
     if not rule.uses_prefix:
         other.replicas["cached_tokens"] = 0
         other.replicas["index_tokens"] += 1
     if not rule.uses_context:
         other.replicas["context_tokens"] = 0
+    if not rule.uses_active:
+        other.replicas["active_blocks"] += 5
+        other.replicas["new_blocks"] += 5
     equal(scores_of(rule, other), before)
 
 

@@ -312,17 +312,17 @@ def test_rendezvous_hash_follows_the_session_at_any_load() -> None:
     assert np.bincount(owners) / 400 == pytest.approx([0.25] * 4, abs=0.08)
 
 
-def test_rendezvous_hash_without_a_session_follows_the_prefix() -> None:
-    view = make_view(4)
+def test_rendezvous_hash_without_a_session_follows_the_whole_prompt() -> None:
+    view = make_view(4, request={"prefix_hash": 1})
     owners = {}
-    for prefix in range(40):
-        view.request["prefix_hash"] = prefix
-        owners[prefix] = pick("rendezvous_hash", view)
-        assert pick("rendezvous_hash", view) == owners[prefix]
+    for content in range(40):
+        view.request["content_hash"] = content
+        owners[content] = pick("rendezvous_hash", view)
+        assert pick("rendezvous_hash", view) == owners[content]
     assert set(owners.values()) == {0, 1, 2, 3}
     view.replicas["available"] = [1, 1, 0, 1]
-    for prefix, before in owners.items():
-        view.request["prefix_hash"] = prefix
+    for content, before in owners.items():
+        view.request["content_hash"] = content
         assert pick("rendezvous_hash", view) == before or before == 2
 
 
@@ -375,19 +375,19 @@ def test_dynamo_adds_blocks_to_prefill_and_prompt_blocks_in_use() -> None:
     view = make_view(
         3,
         {"prompt_tokens": 1600},
-        queued_uncached=[160, 0, 0],
-        queued_tokens=[320, 0, 0],
-        answering_prompts=[0, 1600, 800],
+        queued_uncached=[160, 0, 8],
+        active_blocks=[20, 100, 50],
+        new_blocks=[100, 0, 60],
         cached_tokens=[1280, 0, 0],
     )
-    # (160 + 1600 - 1280)/16 + (320 + 1600)/16 and so on
-    assert scores_of("dynamo", view).tolist() == [30 + 120, 100 + 200, 100 + 150]
-    assert scores_of("dynamo", view, overlap_weight=0.0).tolist() == [120, 200, 150]
+    # (160 + 1600 - 1280)/16 + 20 + 100 and so on; a block in flight is not counted again
+    assert scores_of("dynamo", view).tolist() == [30 + 120, 100 + 100, 100.5 + 110]
+    assert scores_of("dynamo", view, overlap_weight=0.0).tolist() == [120, 100, 110]
 
 
 def test_dynamo_does_not_count_output_blocks_and_draws_lots_for_ties() -> None:
     # A worker with a long answer is preferred to one with a long prompt.
-    view = make_view(2, answering_prompts=[160, 4800], context_tokens=[9600, 4800])
+    view = make_view(2, active_blocks=[10, 300], context_tokens=[9600, 4800])
     assert pick("dynamo", view) == 0
     view = make_view(3, index_tokens=[100, 40, 300], context_tokens=[0, 50, 0])
     assert shares("dynamo", view) == pytest.approx([1 / 3] * 3, abs=0.04)

@@ -14,24 +14,28 @@ def reported(n: int = 3, **fields):  # type: ignore[no-untyped-def]
     return make_view(n, **{"metrics_at": 1.0, **fields})
 
 
-def test_expected_wait_counts_1024_tokens_per_request_and_all_tokens_sent_since() -> None:
+def test_expected_wait_counts_1024_tokens_per_request() -> None:
     view = reported(
         waiting=[2, 0, 0],
         running=[3, 4, 0],
         in_flight=[6, 6, 1],
         sent_requests=[1, 0, 1],
-        sent_tokens=[10, 0, 10],
-        sent_prompt_tokens=[9000, 0, 500],
+        sent_tokens=[9000, 0, 10],
         kv_used=[0.5, 0.0, 0.75],
     )
     # Replica 1 has two requests that neither the report nor the list of those sent since shows.
-    expected = [(5 * 1024 + 9000) / 2000 + 0.15, 6 * 1024 / 2000, 500 / 2000 + 0.15 * 3]
+    expected = [6 * 0.512 + 0.15, 6 * 0.512, 0.512 + 0.15 * 3]
     assert scores_of("smg_expected_wait", view) == pytest.approx(expected)
 
 
 def test_expected_wait_leaves_out_the_own_request_and_the_cache() -> None:
     view = reported(2, running=1, in_flight=1, cached_tokens=[0, 960])
     assert scores_of("smg_expected_wait", view) == pytest.approx([0.512, 0.512])
+
+
+def test_requests_that_were_sent_and_have_ended_count_until_the_next_report() -> None:
+    view = reported(2, running=[0, 1], in_flight=[0, 1], sent_requests=[2, 0])
+    assert scores_of("smg_expected_wait", view) == pytest.approx([1.024, 0.512])
 
 
 def test_waits_a_microsecond_apart_are_a_tie() -> None:
@@ -54,7 +58,7 @@ def test_a_replica_without_a_report_ranks_behind_the_best_reported_one() -> None
 
 
 def test_without_any_report_the_fewest_in_flight_win() -> None:
-    view = make_view(3, in_flight=[4, 2, 3], sent_prompt_tokens=[0, 90_000, 0])
+    view = make_view(3, in_flight=[4, 2, 3], sent_requests=[0, 9, 0])
     assert pick("smg_expected_wait", view) == 1
     assert pick("smg_cache_aware", view) == 1
 

@@ -173,6 +173,7 @@ def _fill_ledger(row: np.void, replica: ReplicaState, request: RequestState) -> 
         # Nothing of the context counts as streamed, so that what is predicted is still to come.
         "context_tokens": context,
         "answering_prompts": context,
+        "active_blocks": (queued_tokens + context) // int(row["block_size"]),
         "predicted_tokens": to_come,
         "oldest_sent": NOW_S - replica.oldest_wait_s,
         "queued_since_sum": queued * (NOW_S - mean_wait_s),
@@ -182,6 +183,7 @@ def _fill_ledger(row: np.void, replica: ReplicaState, request: RequestState) -> 
         "recent_in_flight": _either(replica.mean_in_flight, in_flight) * HISTORY_S,
         "cached_tokens": replica.cached_tokens,
         "index_tokens": _either(replica.index_tokens, replica.cached_tokens),
+        "new_blocks": request.prompt_tokens // int(row["block_size"]),
     }.items():
         row[name] = value
 

@@ -22,7 +22,9 @@ def private_facts(request: Any) -> RequestFacts:
     """Return the facts of a request that Vidur made: unlike any other, with the usual targets."""
     with np.errstate(over="ignore"):
         hashed = int(mix(np.uint64(request.id)))
-    return RequestFacts(request.id, request.num_prefill_tokens, request.num_decode_tokens, hashed)
+    return RequestFacts(
+        request.id, request.num_prefill_tokens, request.num_decode_tokens, hashed, hashed
+    )
 
 
 class RouterWatcher:
@@ -70,6 +72,14 @@ class VidurRouter(Bookkeeper):
         return int(sent.request.num_processed_tokens)
 
     # ---- decisions ------------------------------------------------------------------------------
+
+    def _show_replicas(self, facts: RequestFacts) -> None:
+        super()._show_replicas(facts)
+        for replica, view in enumerate(self.views):  # no two prompts have a block in common
+            size = int(view["block_size"])
+            prompts = (sent.facts.prompt_tokens for sent in self.in_flight(replica))
+            view["active_blocks"] = sum(prompt // size for prompt in prompts)
+            view["new_blocks"] = facts.prompt_tokens // size
 
     def look(self, request: Any, now: float) -> View:
         """Return what the router sees when ``request`` comes at ``now`` (s): live records."""

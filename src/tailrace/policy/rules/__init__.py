@@ -63,6 +63,10 @@ class Rule:
     """Whether it reads the prefix index."""
     uses_context: bool = False
     """Whether it reads the context of the answering requests."""
+    uses_active: bool = False
+    """Whether it reads active_blocks and new_blocks, which are counted for such rules only."""
+    index_learns: str = ""
+    """When the prefix index of its source learns of a prompt; empty: it has none, or when sent."""
     in_engine: bool = False
     """Whether it runs inside the simulator only and has no branch in ``score``."""
     code: int = -1
@@ -74,7 +78,7 @@ class Rule:
         return np.array([values[name] for name in self.params], np.float64)
 
 
-_SMG = "SMG 1.13.0, read in November 2026"
+_SMG = "SMG 1.13.0, read and tried in November 2026"
 _VETO = (
     "Replicas with veto_waiting requests waiting or veto_kv of their KV memory in use get nothing; "
     "if all are so, fewest in flight"
@@ -180,8 +184,8 @@ _TABLE = (
     Rule(
         "rendezvous_hash",
         "vllm-router",
-        "the largest draw by hash of session and replica; without a session, of the first 256 "
-        "tokens (there of the whole text) and replica; load does not matter",
+        "the largest draw by hash of session and replica; without a session, of the whole prompt "
+        "and replica; load does not matter",
         version="vllm-router 0.1.16, read in November 2026",
     ),
     Rule(
@@ -193,12 +197,14 @@ _TABLE = (
     Rule(
         "dynamo",
         "NVIDIA Dynamo, KV router",
-        "min overlap_weight * (uncached blocks without a first token, this prompt's included) + "
-        "prompt blocks of the requests in flight and this one; output blocks do not count; "
-        "temperature 0, no queue; a block shared by requests counts for each (there once)",
+        "min overlap_weight * (uncached tokens without a first token, this prompt's included) / "
+        "block size + distinct full prompt blocks of the requests in flight and this one; output "
+        "blocks do not count; temperature 0, no queue",
         {"overlap_weight": 1.0},
         version="Dynamo 1.6.1, tried in November 2026",
         uses_prefix=True,
+        uses_active=True,
+        index_learns="from KV events (router.prefix_learns = events)",
     ),
     Rule(
         "llm_d",
@@ -207,6 +213,8 @@ _TABLE = (
         "prefix_weight * matched share (there of blocks of 64 tokens)",
         {"queue_weight": 2.0, "kv_weight": 2.0, "prefix_weight": 3.0},
         version="llm-d-router, August 2026",
+        index_learns="when sent; its precise prefix scorer from KV events (router.prefix_learns = "
+        "events)",
         uses_metrics=True,
         uses_prefix=True,
         uses_context=True,
@@ -243,10 +251,9 @@ _TABLE = (
     Rule(
         "smg_expected_wait",
         "Shepherd model gateway, least_load",
-        "min (1024 tokens for each request reported waiting or running, or in flight and neither "
-        "reported nor sent since + prompt tokens sent since the report) / 2000 per s + 0.15 * k/"
-        "(1 - k), k = KV use; these constants hold for servers that report no rate, such as vLLM. "
-        + _VETO,
+        "min 1024 tokens / 2000 per s for each request reported waiting or running, sent since "
+        "the report, or in flight and neither + 0.15 * k/(1 - k), k = KV use; these constants hold "
+        "for servers that report no rate, such as vLLM, and over HTTP. " + _VETO,
         _VETO_PARAMS,
         version=_SMG,
         uses_metrics=True,

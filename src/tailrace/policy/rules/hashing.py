@@ -36,9 +36,9 @@ def prefix_hash(view, params, scores):
 
 @inner
 def rendezvous_hash(view, _params, scores):
-    """The replica of the largest draw from the session, or from the prefix without one."""
+    """The replica of the largest draw from the session, or from the whole prompt without one."""
     session = view.request["session"]
-    key = mix(np.uint64(session)) if session >= 0 else view.request["prefix_hash"]
+    key = mix(np.uint64(session)) if session >= 0 else view.request["content_hash"]
     for i in range(scores.size):
         scores[i] = -draw(key, i, FIRST_HASH)
 

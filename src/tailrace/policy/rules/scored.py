@@ -22,14 +22,12 @@ def lmetric(view, _params, scores):
 
 @inner
 def dynamo(view, params, scores):
-    """Blocks to prefill plus prompt blocks in use, both including the request; no answers."""
+    """Blocks to prefill plus distinct prompt blocks in use, both with the request; no answers."""
     overlap_weight = params[0]
-    prompt = view.request["prompt_tokens"]
     for i in range(scores.size):
         replica = view.replicas[i]
-        prefill = pending_uncached(view, i)
-        prompts = replica["queued_tokens"] + replica["answering_prompts"] + prompt
-        scores[i] = (overlap_weight * prefill + prompts) / replica["block_size"]
+        prefill = overlap_weight * pending_uncached(view, i) / replica["block_size"]
+        scores[i] = prefill + replica["active_blocks"] + replica["new_blocks"]
 
 
 @inner

@@ -3,7 +3,9 @@
 Before any policy decides, SMG drops replicas whose last load report shows too many waiting requests
 or too little free KV memory; if that leaves none, the request goes to the fewest in flight. The
 reports are the metrics snapshots of our router. vLLM reports neither waiting tokens nor a rate, so
-the expected wait counts TOKENS_PER_REQUEST for each request and divides by TOKENS_PER_S.
+the expected wait counts TOKENS_PER_REQUEST for each request and divides by TOKENS_PER_S. Requests
+sent since the report count alike, whatever their length, until the next report: over HTTP the
+gateway does not count their tokens, with or without a tokenizer (benchmarks/same_choice.py).
 """
 
 import math
@@ -153,9 +155,10 @@ def _score_by_expected_wait(view, scores):
         if scores[i] < np.inf and has_metrics(replica):
             known = replica["waiting"] + replica["running"]
             unreported = max(0, replica["in_flight"] - known - replica["sent_requests"])
-            tokens = TOKENS_PER_REQUEST * (known + unreported) + replica["sent_prompt_tokens"]
+            requests = known + unreported + replica["sent_requests"]
             used = min(max(replica["kv_used"], 0.0), MAX_KV_USED)
-            scores[i] = tokens / TOKENS_PER_S + KV_WEIGHT_S * used / (1.0 - used)
+            scores[i] = requests * TOKENS_PER_REQUEST / TOKENS_PER_S
+            scores[i] += KV_WEIGHT_S * used / (1.0 - used)
             best = min(best, scores[i])
     base = best if best < np.inf else 0.0
     for i in range(scores.size):

@@ -18,9 +18,9 @@ from typing import Annotated, NamedTuple, Self
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from tailrace.config import Settings
+from tailrace.config import PrefixLearns, Settings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores, order_of
@@ -85,12 +85,23 @@ class ChooserSettings(Settings):
     """That share, 0 to 1; a session stays with one policy."""
     shadow: str = ""
     """Policy whose decisions are logged but not used; empty: none."""
+    prefix_learns: PrefixLearns = "sent"
+    """When the prefix index learns that a replica has a prompt: sent, or first_token."""
 
     @model_validator(mode="after")
     def _canary_has_both(self) -> Self:
         if self.canary_share > 0 and not self.canary:
             raise ValueError("canary_share is given, but no canary")
         return self
+
+    @field_validator("prefix_learns")
+    @classmethod
+    def _without_events(cls, value: PrefixLearns) -> PrefixLearns:
+        if value == "events":
+            raise ValueError(
+                "this router does not read the servers' KV events; give sent or first_token"
+            )
+        return value
 
 
 class _Role(NamedTuple):
@@ -136,6 +147,9 @@ class Chooser:
                 f"fallback '{settings.fallback}' must be a built-in rule; see `tailrace policies`"
             )
         self._fallback = fallback
+        cluster.index_later = settings.prefix_learns == "first_token"
+        if fallback.rule.uses_active:
+            cluster.count_active_blocks()
         listeners = list(cluster.listeners)
         try:
             self._main = self._role(settings.policy, k.MAIN)
@@ -180,6 +194,8 @@ class Chooser:
         code, params, bounds, guarded = k.NO_RULE, _NO_PARAMS, _NO_BOUNDS, True
         if isinstance(policy, BuiltinPolicy):
             code, params, guarded = policy.rule.code, policy.params, False
+            if policy.rule.uses_active:
+                cluster.count_active_blocks()
             if isinstance(policy, LearnedPolicy):
                 bounds, guarded = training_range(policy, settings.range_deviations), True
         else:
@@ -232,6 +248,8 @@ class Chooser:
         if cluster.due:
             cluster.catch_up(now)
         cluster.show_request(arrival, now)
+        if cluster.active is not None:
+            cluster.show_active_blocks(arrival)
         role = self._main if self._canary is None else self._role_for(arrival)
         if role.code == k.NO_RULE:
             self._show(role, arrival)

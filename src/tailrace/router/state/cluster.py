@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tailrace.config import Replica
 from tailrace.policy.base import Policy, call_hook
 from tailrace.router.intake.prompt_blocks import (
+    BLOCK_UNITS,
     array_blocks,
     private_block,
     root_of,
@@ -30,6 +31,7 @@ from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.intake.tokens import SERVER, TokenCounter
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels, server_model
+from tailrace.router.state.active_blocks import ActiveBlocks
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.sessions import Sessions, SharedSessions
 from tailrace.router.state.shared_state import (
@@ -62,9 +64,9 @@ _AVAILABLE, _CONTEXT, _OLDEST = (
 _MODEL_WIDTH = server_model.SERVER_MODEL.itemsize // 8
 _MODEL_FIELDS: Any = server_model.SERVER_MODEL.fields
 _PREFILLED = _MODEL_FIELDS["prefilled"][1] // 8  # after it: prefill_work
-_REQUEST = struct.Struct("=dqdqdqqqQqdd")
+_REQUEST = struct.Struct("=dqdqdqqqQqddQ")
 assert _REQUEST.size == REQUEST_VIEW.itemsize
-_ATTEMPT = struct.Struct("=qdqqdqqddqqq")
+_ATTEMPT = struct.Struct("=qdqqdqqddqqqq")
 assert _ATTEMPT.size == kernels.ATTEMPT.itemsize
 _HOOKS = ("sent", "first_token", "finished", "failed")
 
@@ -157,6 +159,10 @@ class ClusterState:
         self.waiting: list[dict[int, float]] = []
         self.epochs: list[int] = []
         self._next_epoch = itertools.count()
+        self.index_later = False
+        """Whether the prefix index learns of a prompt at its first token, not when it is sent."""
+        self.active: ActiveBlocks | None = None
+        """Prompt blocks in flight, counted for policies that read them (Rule.uses_active)."""
         self._misses: list[int] = []
         self._answer_share: list[float] = []
         self._grow(backends)
@@ -303,6 +309,8 @@ class ClusterState:
         """
         self.epochs[replica] = next(self._next_epoch)
         self.waiting[replica].clear()
+        if self.active is not None:
+            self.active.forget(replica)
         ledger.lost(self.replicas[replica])
         prefix_index.forget(self.index, replica)
 
@@ -430,6 +438,7 @@ class ClusterState:
             -asked.priority,  # in the records higher is more urgent
             DEFAULT_TTFT_SLO_S if slo_s is None else slo_s,
             DEFAULT_TPOT_SLO_S,
+            arrival.runs.end_key,
         )
 
     # ---- attempts -------------------------------------------------------------------------------
@@ -451,11 +460,14 @@ class ClusterState:
         _ATTEMPT.pack_into(
             self._attempt_buffer, 0, replica, now, entry.prompt_tokens, entry.cached,
             entry.predicted, runs.branch_at, runs.total, self.counter.units_per_token, now, 0, 0, 0,
+            self.index_later,
         )  # fmt: skip
         found: tuple[float, int] = kernels.opened(
             self._attempt, self.replicas, self.routers, index.entries, index.slots, index.totals,
             self.beliefs, runs.keys, runs.units,
         )  # fmt: skip
+        if self.active is not None:
+            self.active.begin(replica, runs)
         waiting = self.waiting[replica]
         if not waiting:
             self.times[replica * _WIDTH + _OLDEST] = now
@@ -478,10 +490,39 @@ class ClusterState:
                         self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
                         entry.lesson, entry.first_at, uncached,
                     )  # fmt: skip
+            if self.index_later:
+                self._index(entry, self.clock())
             kernels.answered(
                 self.replicas, r, entry.prompt_tokens, entry.cached, entry.sent_at, entry.streamed
             )
             self._left_queue(r, entry.serial)
+
+    def _index(self, entry: LedgerEntry, now: float) -> None:
+        """Let the prefix index learn at ``now`` (s) that a replica has a prompt."""
+        runs, index = entry.arrival.runs, self.index
+        _ATTEMPT.pack_into(
+            self._attempt_buffer, 0, entry.replica, now, entry.prompt_tokens, entry.cached,
+            entry.predicted, runs.branch_at, runs.total, self.counter.units_per_token,
+            entry.sent_at, 0, 0, 0, 0,
+        )  # fmt: skip
+        kernels.indexed(
+            self._attempt, self.replicas, index.entries, index.slots, index.totals, self.beliefs,
+            runs.keys, runs.units,
+        )  # fmt: skip
+
+    def count_active_blocks(self) -> None:
+        """Count the prompt blocks in flight from now on."""
+        if self.active is None:
+            self.active = ActiveBlocks()
+
+    def show_active_blocks(self, arrival: Arrival) -> None:
+        """Fill ``active_blocks`` and ``new_blocks`` of this worker for a decision."""
+        assert self.active is not None
+        for replica, view in enumerate(self.replicas):
+            in_flight, new = self.active.count(replica, arrival.runs)
+            tokens = BLOCK_UNITS / self.counter.units_per_token
+            per_block = tokens / max(1, int(view["block_size"]))
+            view["active_blocks"], view["new_blocks"] = in_flight * per_block, new * per_block
 
     def streamed(self, entry: LedgerEntry, n: int) -> None:
         """``n`` more tokens of an attempt have come back."""
@@ -498,6 +539,10 @@ class ClusterState:
         if entry.epoch != self.epochs[r]:
             return 0.0
         runs, index = entry.arrival.runs, self.index
+        if self.active is not None:
+            self.active.end(r, runs)
+        if self.index_later and output >= 0 and not entry.answering:
+            self._index(entry, now)
         if entry.lesson is not None and output > 1:
             server_model.ended(
                 self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
@@ -506,7 +551,7 @@ class ClusterState:
         _ATTEMPT.pack_into(
             self._attempt_buffer, 0, r, now, entry.prompt_tokens, entry.cached, entry.predicted,
             runs.branch_at, runs.total, self.counter.units_per_token, entry.sent_at,
-            entry.answering, entry.streamed, output,
+            entry.answering, entry.streamed, output, 0,
         )  # fmt: skip
         decode_s = kernels.ended(
             self._attempt, self.request, self.replicas, self.costs, self.routers, index.entries,

@@ -93,6 +93,7 @@ ATTEMPT = np.dtype(
         ("answering", "i8"),  # 1: its first token is in the ledger
         ("streamed", "i8"),  # tokens so far
         ("output", "i8"),  # tokens of a complete answer; -1: there is none to learn from
+        ("index_later", "i8"),  # 1: the prefix index learns at the first token, not when sent
     ]
 )
 #: What is believed of a replica's prefix cache.
@@ -432,12 +433,30 @@ def opened(attempt, replicas, routers, entries, slots, totals, beliefs, keys, un
                 own = _cached_tokens(index, replica, r, prompt, keys, units, branch_at, total, yes)
                 without = _cached_tokens(index, replica, r, prompt, keys, units, none, total, no)
                 answer = max(0, min(cached, own) - without)
-        if branch_at >= 0:
-            # The blocks of this prompt take the place of the turn before and its answer.
-            _remove(entries[r], slots[r], totals[r], keys[count])
-        capacity = np.int64(replica["capacity_tokens"] * t["units_per_token"]) // parts
-        prefix_index.insert(index, r, keys[:count], units[:count], capacity, now)
+        if t["index_later"] == 0:
+            _enter(index, replica, parts, t, keys, units)
     return used_at, answer
+
+
+@inner
+def _enter(index, replica, parts, t, keys, units):
+    """Enter a prompt into the prefix index."""
+    r, count = t["replica"], keys.size - 1
+    if t["branch_at"] >= 0:
+        # The blocks of this prompt take the place of the turn before and its answer.
+        _remove(index.entries[r], index.slots[r], index.totals[r], keys[count])
+    capacity = np.int64(replica["capacity_tokens"] * t["units_per_token"]) // parts
+    prefix_index.insert(index, r, keys[:count], units[:count], capacity, t["now"])
+
+
+@jit
+def indexed(attempt, replicas, entries, slots, totals, beliefs, keys, units):
+    """The first token of a request has come back, and the prefix index learns of its prompt."""
+    t = attempt[0]
+    r = t["replica"]
+    if beliefs[r]["caching"] != 0:
+        index = PrefixIndex(entries, slots, totals)
+        _enter(index, replicas[r], beliefs[r]["caching"], t, keys, units)
 
 
 @inner

@@ -22,7 +22,7 @@ TOTALS = {
     *("streamed", "recent_tokens", "recent_in_flight"),
 }
 #: Set by whoever counts tokens or knows the queue, before a decision.
-GIVEN = {"context_tokens", "oldest_sent"}
+GIVEN = {"context_tokens", "oldest_sent", "active_blocks", "new_blocks"}
 FIELDS = set(REPLICA_VIEW.names or ())
 
 

@@ -397,8 +397,14 @@ def test_llm_d_weighs_queue_memory_and_prefix() -> None:
     view = make_view(
         3, metrics_at=1.0, waiting=[7, 3, 4], kv_used=[0.0, 0.5, 1.0], cached_tokens=[500, 0, 250]
     )
-    expected = [2 * 0 + 2 * 1 + 3 * 0.5, 2 * 1 + 2 * 0.5, 2 * 0.75 + 3 * 0.25]
+    # 1000 tokens have 15 blocks of 64 that can be cached; 500 are 7 of them, 250 are 3.
+    expected = [2 * 0 + 2 * 1 + 3 * 7 / 15, 2 * 1 + 2 * 0.5, 2 * 0.75 + 3 * 3 / 15]
     assert scores_of("llm_d", view) == pytest.approx([-value for value in expected])
+
+
+def test_llm_d_indexes_the_first_131072_tokens() -> None:
+    view = make_view(2, {"prompt_tokens": 200_000}, metrics_at=1.0, cached_tokens=[150_000, 65_536])
+    assert scores_of("llm_d", view) == pytest.approx([-2 - 2 - 3, -2 - 2 - 3 * 1024 / 2047])
 
 
 def test_llm_d_equal_queues_all_get_the_full_mark() -> None:

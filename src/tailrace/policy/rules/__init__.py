@@ -148,7 +148,7 @@ _TABLE = (
         "match if it exceeds match_rate of the prompt; else fewest in flight; ties to the lowest "
         "number",
         {"load_gap": 64.0, "load_ratio": 1.5, "match_rate": 0.3},
-        version="vllm-router 0.1.16, read in November 2026",
+        version="vllm-router 0.1.16 and sglang-router 0.3.2, tried in November 2026",
         lowest_id_wins=True,
         uses_prefix=True,
     ),
@@ -210,7 +210,8 @@ _TABLE = (
         "llm_d",
         "llm-d, built-in profile",
         "max queue_weight * (longest - queue)/(longest - shortest) + kv_weight * (1 - KV use) + "
-        "prefix_weight * matched share (there of blocks of 64 tokens)",
+        "prefix_weight * share of the prompt's blocks of 64 tokens that match, of the first "
+        "131 072 tokens",
         {"queue_weight": 2.0, "kv_weight": 2.0, "prefix_weight": 3.0},
         version="llm-d-router, August 2026",
         index_learns="when sent; its precise prefix scorer from KV events (router.prefix_learns = "

@@ -8,14 +8,14 @@ from tailrace.compiled import inner
 from tailrace.policy.rules.quantities import (
     in_flight_mean,
     in_flight_range,
+    matched_blocks_share,
     matched_share,
     pending_uncached,
     recent_work,
     uncached,
 )
 
-#: Tokens per block of llm-d's prefix index, and the pending tokens from which replicas are alike.
-LLM_D_BLOCK = 64
+#: Pending tokens from which replicas are alike for llm-d.
 LLM_D_MOST_TOKENS = 4_194_304
 
 
@@ -101,13 +101,13 @@ def llm_d_sticky(view, params, scores):
         scores[i] = min(pending_uncached(view, i), LLM_D_MOST_TOKENS)
         ttft_s = replica["queued_uncached"] / tokens_per_s
         if replica["available"] != 0:
-            if _matched_blocks_share(view, i) >= match_rate:
+            if matched_blocks_share(view, i) >= match_rate:
                 sticky_s = min(sticky_s, ttft_s)
             else:
                 other_s = min(other_s, ttft_s)
     if sticky_s < np.inf and sticky_s - other_s <= max_penalty_s:
         for i in range(scores.size):
-            if _matched_blocks_share(view, i) < match_rate:
+            if matched_blocks_share(view, i) < match_rate:
                 scores[i] = np.inf
 
 
@@ -119,13 +119,6 @@ def _best_match(view):
         if view.replicas[i]["available"] != 0:
             best = max(best, matched_share(view, i))
     return best
-
-
-@inner
-def _matched_blocks_share(view, i):
-    """Share of llm-d's index blocks that can be cached (never the last token's) that are, 0..1."""
-    blocks = (view.request["prompt_tokens"] - 1) // LLM_D_BLOCK
-    return (view.replicas[i]["cached_tokens"] // LLM_D_BLOCK) / max(1.0, float(blocks))
 
 
 @inner

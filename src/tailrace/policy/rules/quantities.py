@@ -11,6 +11,10 @@ import numpy as np
 from tailrace.compiled import inner, jit
 from tailrace.view.records import NEVER, RECENT_WORK_S
 
+#: Tokens per block of llm-d's prefix index, and the tokens of a prompt that it covers.
+LLM_D_BLOCK = 64
+LLM_D_TOKENS = 131_072
+
 
 @inner
 def has_metrics(replica):
@@ -70,6 +74,17 @@ def pending_uncached(view, i):
 def matched_share(view, i):
     """Share of the prompt that replica ``i`` has cached, 0..1."""
     return view.replicas[i]["cached_tokens"] / max(1.0, float(view.request["prompt_tokens"]))
+
+
+@inner
+def matched_blocks_share(view, i):
+    """Share of llm-d's index blocks that can be cached (never the last token's) that are, 0..1.
+
+    Its index covers the first LLM_D_TOKENS tokens of a prompt.
+    """
+    prompt = min(view.request["prompt_tokens"], LLM_D_TOKENS)
+    cached = min(view.replicas[i]["cached_tokens"], LLM_D_TOKENS)
+    return min(1.0, (cached // LLM_D_BLOCK) / max(1.0, float((prompt - 1) // LLM_D_BLOCK)))
 
 
 @jit

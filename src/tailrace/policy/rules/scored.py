@@ -7,6 +7,7 @@ from tailrace.policy.rules.quantities import (
     has_metrics,
     in_flight_mean,
     kv_used,
+    matched_blocks_share,
     matched_share,
     pending_uncached,
     waiting,
@@ -49,7 +50,7 @@ def llm_d(view, params, scores):
             queue = (longest - waiting(replica)) / (longest - shortest)
         free = 1.0 - kv_used(replica)
         scores[i] = -(queue_weight * queue + kv_weight * free)
-        scores[i] -= prefix_weight * matched_share(view, i)
+        scores[i] -= prefix_weight * matched_blocks_share(view, i)
 
 
 @inner

@@ -66,9 +66,9 @@ PLANS = {
     "hot-sessions": Plan("demo", {}, 4.0, 120.0),
     "agents": Plan("agents", {}, 3.0, 60.0),
     "bursty-chat": Plan(
-        "uniform-chat-80", {"arrivals": "gamma", "arrival_cv": 6.0, "load": 0.7}, 3.0, 60.0
+        "uniform-chat-80", {"arrivals": "gamma", "arrival_cv": 6.0, "load": 0.7}, 2.0, 40.0
     ),
-    "mixed-speeds": Plan("mixed-speed", {}, 3.0, 60.0),
+    "mixed-speeds": Plan("mixed-speed", {}, 2.0, 40.0),
 }
 
 

@@ -9,6 +9,7 @@ import asyncio
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import orjson
@@ -52,7 +53,7 @@ class Puppets:
         """Listen, one port per server."""
         loop = asyncio.get_running_loop()
         for number in range(len(self.loads)):
-            server = await loop.create_server(lambda n=number: _Connection(self, n), HOST, 0)
+            server = await loop.create_server(partial(_Connection, self, number), HOST, 0)
             self.ports.append(server.sockets[0].getsockname()[1])
 
     @property

@@ -13,7 +13,7 @@ CONFIGURATION = {
     *("available", "speed", "capacity_tokens", "block_size", "token_budget", "batch_cap"),
     "prefill_tokens_per_s",
 }
-PREFIX_INDEX = {"cached_tokens", "index_tokens"}
+PREFIX_INDEX = {"cached_tokens", "index_tokens", "new_blocks"}
 METRICS = {"metrics_at", "waiting", "running", "kv_used"}
 #: Totals and moving averages: they do not return to zero when all requests have ended.
 TOTALS = {
@@ -22,7 +22,7 @@ TOTALS = {
     *("streamed", "recent_tokens", "recent_in_flight"),
 }
 #: Set by whoever counts tokens or knows the queue, before a decision.
-GIVEN = {"context_tokens", "oldest_sent", "active_blocks", "new_blocks"}
+GIVEN = {"context_tokens", "oldest_sent", "active_blocks"}
 FIELDS = set(REPLICA_VIEW.names or ())
 
 

@@ -67,7 +67,7 @@ def test_known_answers(engine: Engine) -> None:
 
 @pytest.mark.compiled
 @each_way
-@pytest.mark.parametrize("policy", ["sglang_cache_aware", "dynamo", "lmetric"])
+@pytest.mark.parametrize("policy", ["sglang_cache_aware", "dynamo", "dynamo+order", "lmetric"])
 @pytest.mark.parametrize("trouble", [(), TROUBLE], ids=["calm", "trouble"])
 def test_both_engines_agree(router: RouterSettings, policy: str, trouble) -> None:  # type: ignore[no-untyped-def]
     for workload in ("sessions-hot", "agents"):

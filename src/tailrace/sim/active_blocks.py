@@ -8,57 +8,63 @@ decision: the requests in flight are those in a server's slots and queue.
 import numpy as np
 
 from tailrace.compiled import inner, jit
-from tailrace.sim.types import SLOT_REQUEST
-
-ALL = 2**62
+from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, WAITING
 
 
 @jit
 def count(fleet, tables, c):
     """Fill ``active_blocks`` and ``new_blocks`` of the replicas for the current request."""
     cluster = fleet.clusters[c]
+    table = cluster["table"]
+    in_flight = fleet.in_flight_scratch[c]
     for r in range(cluster["n_replicas"]):
         view = fleet.replicas_view[c, r]
-        view["new_blocks"] = _unshared(fleet, tables, c, r, fleet.requests_view[c]["id"], ALL)
-        view["active_blocks"] = _active(fleet, tables, c, r)
+        size = fleet.servers[c, r]["block_size"]
+        number = _list_in_flight(fleet, c, r, in_flight)
+        blocks = np.int64(0)
+        for k in range(number):
+            blocks += _unshared(tables, table, in_flight[k], in_flight[:k], size)
+        view["active_blocks"] = blocks
+        own = fleet.requests_view[c]["id"]
+        view["new_blocks"] = _unshared(tables, table, own, in_flight[:number], size)
 
 
 @inner
-def _active(fleet, tables, c, r):
-    """Distinct full blocks of the prompts on replica ``r``: each adds what those before lack."""
-    blocks = np.int64(0)
-    server = fleet.servers[c, r]
-    for i in range(server["n_slots"]):
-        blocks += _unshared(fleet, tables, c, r, fleet.slots[c, r, SLOT_REQUEST, i], i)
-    at = server["queue_head"] if server["queue_len"] > 0 else -1
-    place = server["n_slots"]
-    while at >= 0:
-        blocks += _unshared(fleet, tables, c, r, at, place)
-        at = fleet.requests[c, at]["next"]
-        place += 1
-    return blocks
+def _list_in_flight(fleet, c, r, in_flight):
+    """Write the requests on replica ``r`` to ``in_flight``; return how many there are."""
+    server, requests, cluster = fleet.servers[c, r], fleet.requests[c], fleet.clusters[c]
+    number = server["n_slots"]
+    for i in range(number):
+        in_flight[i] = fleet.slots[c, r, SLOT_REQUEST, i]
+    if server["queue_len"] == 0:
+        return number
+    if not server["ordered"]:
+        at = server["queue_head"]
+        while at >= 0:
+            in_flight[number] = at
+            number += 1
+            at = requests[at]["next"]
+        return number
+    low = cluster["lowest"]  # the queue is a heap: look at all requests that may be in it
+    while requests[low]["status"] == DONE or requests[low]["status"] == LOST:
+        low += 1
+    cluster["lowest"] = low
+    for n in range(low, cluster["highest"] + 1):
+        if requests[n]["status"] == WAITING and requests[n]["replica"] == r:
+            in_flight[number] = n
+            number += 1
+    return number
 
 
 @inner
-def _unshared(fleet, tables, c, r, n, before):
-    """Full blocks of prompt ``n`` that the first ``before`` requests on replica ``r`` lack."""
-    server = fleet.servers[c, r]
-    size = server["block_size"]
-    facts = tables.facts[fleet.clusters[c]["table"]]
-    own = facts[n]["prompt"] // size
-    if facts[n]["run_count"] == 0:
-        return own  # it shares nothing
+def _unshared(tables, table, n, others, size):
+    """Full blocks of prompt ``n`` that the prompts of ``others`` lack."""
+    fact = tables.facts[table, n]
     shared = np.int64(0)
-    for i in range(min(server["n_slots"], before)):
-        other = fleet.slots[c, r, SLOT_REQUEST, i]
-        shared = max(shared, _common_tokens(tables, fleet.clusters[c]["table"], n, other))
-    at = server["queue_head"] if server["queue_len"] > 0 else -1
-    place = server["n_slots"]
-    while at >= 0 and place < before:
-        shared = max(shared, _common_tokens(tables, fleet.clusters[c]["table"], n, at))
-        at = fleet.requests[c, at]["next"]
-        place += 1
-    return own - shared // size
+    if fact["run_count"] > 0:  # else it shares nothing
+        for k in range(others.size):
+            shared = max(shared, _common_tokens(tables, table, n, others[k]))
+    return fact["prompt"] // size - shared // size
 
 
 @inner

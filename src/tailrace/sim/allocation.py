@@ -152,6 +152,7 @@ def new_fleet(
         news=np.zeros((c, 3 * rows + 1 if record_news else 0), NEWS),
         key_scratch=np.zeros((c, room.runs_per_request), np.uint64),
         run_scratch=np.zeros((c, room.runs_per_request), np.int32),
+        in_flight_scratch=np.zeros((c, rows), np.int32),
         ghost=np.zeros((c, 1), SERVER),
         ghost_slots=np.zeros((c, SLOT_ROWS, slots), np.int64),
         ghost_phase=np.zeros((c, room.block_size), np.int64),

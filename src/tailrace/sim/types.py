@@ -295,6 +295,7 @@ class Fleet(NamedTuple):
     news: NDArray[np.void]  #: [C, Y] NEWS since the last decision; Y = 0: do not record
     key_scratch: NDArray[np.uint64]  #: [C, most runs of a request] working memory
     run_scratch: NDArray[np.int32]  #: the same
+    in_flight_scratch: NDArray[np.int32]  #: [C, R] the same, see active_blocks.py
     # working memory of the look-ahead: a copy of one server
     ghost: NDArray[np.void]  #: [C, 1] SERVER
     ghost_slots: NDArray[np.int64]  #: [C, SLOT_ROWS, S]

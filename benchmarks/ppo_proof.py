@@ -17,7 +17,7 @@ import argparse
 import csv
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,23 +45,69 @@ ORIGINAL: dict[str, Any] = {
                "balance": 1.0, "improvement": 1.0, "bound": 0.1},
     "ppo": {"discount_by": "decision", "gamma": 0.95, "gae_lambda": 0.95},
 }  # fmt: skip
-#: Branches of the same clone; four updates take about as long as ten of rollouts.
+#: Branches of the same clone. They charge for squared waits by a setting of their own, and near
+#: saturation on slow servers what a choice costs takes a minute to show.
 BRANCHING: dict[str, Any] = {
     "advantage": "branching",
-    "updates": 20,
+    "updates": 12,
+    "reward": {"tail": 0.0},
     "exploration": {"pulse_factor": 1.0, "pulse_updates": 5, "pulse_decay": 0.7,
                     "pulse_patience": 0, "temperature_end": 1.0, "temperature_updates": 1},
     "branching": {"worlds": 15, "states": 40, "warmup": 2000, "replay_updates": 4, "epochs": 4,
+                  "tail_weight": 0.2, "max_horizon_s": 90.0,
                   "learning_rate": 5e-4, "final_learning_rate": 5e-4},
 }  # fmt: skip
-#: Preset, changes, and the scenarios a variant is judged on.
+#: The same recipe where the look-ahead is hard to beat, from a clone of the look-ahead alone.
+LOOKAHEAD_SCENARIOS = ("mixed-speed", "hot-sessions")
+LOOKAHEAD: dict[str, Any] = {
+    "scenarios": list(LOOKAHEAD_SCENARIOS),
+    "reward": {"tail": 0.0},
+    "demonstrations": {"teachers": {"lookahead": 1, "lmetric": 0, "round_robin": 0,
+                                    "least_outstanding": 0, "random": 0}},
+}  # fmt: skip
+#: A clone that leaves room: 1 200 labels instead of 12 000, in groups of 8 at half the step size.
+FEW_LABELS: dict[str, Any] = {
+    "demonstrations": {"worlds": 4, "decisions": 300},
+    "ppo": {"learning_rate": 5e-4},
+}
+#: What a cache is good for shows when a session returns, some ten seconds later.
+LONG_BRANCHES: dict[str, Any] = {
+    "updates": 8,
+    "branching": {"worlds": 12, "states": 40, "replay_updates": 8, "epochs": 6,
+                  "tail_weight": 0.0, "min_horizon_s": 12.0, "max_horizon_s": 30.0,
+                  "final_learning_rate": 2e-4},
+}  # fmt: skip
+
+
+def merged(*changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Put changes over each other, table by table."""
+    whole: dict[str, Any] = {}
+    for change in changes:
+        for name, value in change.items():
+            inner = isinstance(value, Mapping) and isinstance(whole.get(name), Mapping)
+            whole[name] = merged(whole[name], value) if inner else value
+    return whole
+
+
+#: Preset, changes, and the scenarios a variant is judged on. The original's reward is not that of
+#: requests, so branches, which count the cost of requests, cannot be judged by it.
 VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "ppo": ("ppo", {}, CHAT),
     "gae": ("ppo", {"advantage": "gae"}, CHAT),
     "branching": ("ppo", BRANCHING, CHAT),
     "original reward": ("ppo", ORIGINAL, CHAT),
+    "original reward gae": ("ppo", merged(ORIGINAL, {"advantage": "gae"}), CHAT),
+    "small lookahead": ("ppo", merged(LOOKAHEAD, FEW_LABELS), LOOKAHEAD_SCENARIOS),
+    "lookahead branching": (
+        "ppo", merged(BRANCHING, LOOKAHEAD, LONG_BRANCHES), LOOKAHEAD_SCENARIOS
+    ),
     "scratch": ("ppo-scratch", {}, ("uniform-chat-80", "mixed-speed")),
 }  # fmt: skip
+#: Whose clone a variant starts from, judged once. The rest of ``ppo`` does not change its clone.
+CLONE_OF = {
+    **dict.fromkeys(("ppo", "gae", "branching", "original reward", "original reward gae"), "ppo"),
+    **{name: name for name in ("small lookahead", "lookahead branching")},
+}
 #: Scenarios of the preset quick, whose clone is the look-ahead's.
 QUICK = ("uniform-chat-80", "mixed-speed", "hot-sessions", "hot-sessions-mixed-speed",
          "hot-sessions-overload")  # fmt: skip
@@ -97,13 +143,17 @@ NOTES = (
         "seeds. Evaluation seeds below 400 were used to judge earlier versions of them."
     ),
     "CPU time of a resumed run is that of its last part.",
+    (
+        "CPU times are of a machine with ten times as many processes as cores; on a quieter one "
+        "the same runs of ppo took 57 to 58 s."
+    ),
     "Vidur plays fewer requests and seeds, and of the scenarios only those that are listed.",
 )
 #: The evaluation seeds before this one were used to judge earlier versions of the presets.
 FIRST_SEED = 400
 IN_SIMULATOR = tuple(dict.fromkeys((*CHAT, *QUICK)))
 #: Scenarios that Vidur 0.0.26 can play as they are: it has no prefix cache.
-IN_VIDUR = ("slow-chat", "slow-chat-95", "uniform-chat-80", "uniform-chat-95")
+IN_VIDUR = (*CHAT, "mixed-speed")
 
 
 def run_of(folder: Path, variant: str, seed: int) -> Path:
@@ -135,14 +185,17 @@ def train(folder: Path, variant: str, seed: int, jobs: int) -> None:
     print(f"{variant}, seed {seed}: {told['cpu_s']:.0f} s CPU", flush=True)
 
 
-def policies_of(folder: Path, scenario: str, count: int, world: str) -> dict[str, str]:
+def policies_of(
+    folder: Path, scenario: str, count: int, world: str, only: Sequence[str]
+) -> dict[str, str]:
     """Return the trained policies to judge on a scenario: label -> file.
 
-    Variants of ``ppo`` start from the same clone. Vidur is slow: of each run it gets one policy,
-    the best checkpoint (that is what a user gets).
+    Vidur is slow: of each run it gets the clone and the best checkpoint (that is what a user
+    gets).
     """
     found = {}
-    for variant, (_, _, judged) in VARIANTS.items():
+    for variant in only:
+        judged = VARIANTS[variant][2]
         for seed in range(count):
             run = run_of(folder, variant, seed)
             if scenario not in judged or not (run / "cpu.json").exists():
@@ -151,12 +204,14 @@ def policies_of(folder: Path, scenario: str, count: int, world: str) -> dict[str
                 found[f"{variant}/{seed}"] = str(run / "last.tailrace")
             if not variant.startswith("quick"):
                 found[f"{variant}/{seed}/best"] = str(run / "best.tailrace")
-            if world == "sim" and variant == "ppo":
+            if CLONE_OF.get(variant) == variant:
                 found[f"{variant}/{seed}/clone"] = str(run / "checkpoints" / "000000.tailrace")
     return found
 
 
-def judge(folder: Path, world: str, name: str, count: int, traffic: int, jobs: int) -> None:
+def judge(
+    folder: Path, world: str, name: str, count: int, traffic: int, jobs: int, only: Sequence[str]
+) -> None:
     """Play all rules and policies in a scenario; cells that are there are not repeated."""
     play: Callable[..., Comparison] = compare
     if world == "vidur":
@@ -165,7 +220,7 @@ def judge(folder: Path, world: str, name: str, count: int, traffic: int, jobs: i
         play = in_vidur.compare
     numbers = seeds(Purpose.EVALUATION, FIRST_SEED + traffic)[FIRST_SEED:]
     scenario = loaded(name, world)
-    trained = policies_of(folder, name, count, world)
+    trained = policies_of(folder, name, count, world, only)
     rules = [*RULES, "lookahead", "tailrace"] if world == "sim" else [*BASELINES, "lmetric"]
     for label, policy in {**{rule: rule for rule in rules}, **trained}.items():
         cell = folder / "cells" / world / name / f"{label.replace('/', '-')}.json"
@@ -226,7 +281,8 @@ def results(folder: Path, count: int) -> dict[str, Any]:
             entries = {}
             for label, measured in values.items():
                 entry: dict[str, Any] = {m: round(float(v.mean()), 4) for m, v in measured.items()}
-                clone = f"{label.removesuffix('-best')}-clone"
+                variant, _, seed = label.removesuffix("-best").rpartition("-")
+                clone = f"{CLONE_OF.get(variant)}-{seed}-clone"
                 if label.startswith("quick"):
                     clone = f"{CLONE}-{label.rpartition('-')[2]}"
                 entry["against"] = {
@@ -254,6 +310,24 @@ def results(folder: Path, count: int) -> dict[str, Any]:
     found = folder / "headroom.json"
     told["headroom"] = json.loads(found.read_text()) if found.exists() else {}
     return told
+
+
+def onto(earlier: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
+    """Put results over those of an earlier run, whose policies are no longer in the folder.
+
+    A place that was judged on another number of evaluation seeds is replaced as a whole, because
+    its policies have not routed the same requests.
+    """
+    for world, places in told["worlds"].items():
+        kept = earlier["worlds"].setdefault(world, {})
+        for name, place in places.items():
+            before = kept.get(name)
+            if before is not None and before["evaluation_seeds"] == place["evaluation_seeds"]:
+                place["policies"] = before["policies"] | place["policies"]
+            kept[name] = place
+    for part in ("curves", "cpu", "pairs", "headroom"):
+        earlier[part] |= told[part]
+    return earlier | {name: told[name] for name in ("judged_on", "notes", "requests")}
 
 
 def pairs(told: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,6 +449,7 @@ def main() -> None:
     parser.add_argument("--world", choices=["sim", "vidur"], default="sim")
     parser.add_argument("-j", "--jobs", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/results/ppo.json"))
+    parser.add_argument("--onto", type=Path, help="write over these results of an earlier run")
     parser.add_argument("--plot", type=Path, help="draw the learning curves")
     options = parser.parse_args()
     if options.step == "train":
@@ -383,11 +458,16 @@ def main() -> None:
                 train(options.folder, variant, seed, options.jobs)
     elif options.step == "judge":
         for name in options.scenarios or (IN_VIDUR if options.world == "vidur" else IN_SIMULATOR):
-            judge(options.folder, options.world, name, options.seeds, options.traffic, options.jobs)
+            judge(
+                options.folder, options.world, name, options.seeds, options.traffic,
+                options.jobs, options.only,
+            )  # fmt: skip
     elif options.step == "headroom":
         measure_headroom(options.folder)
     else:
         told = results(options.folder, options.seeds)
+        if options.onto:
+            told = onto(json.loads(options.onto.read_text()), told)
         with atomic_path(options.output) as temporary:
             temporary.write_text(json.dumps(told, indent=1) + "\n")
         print(table(told, options.seeds))

@@ -6,6 +6,7 @@ import pytest
 from calibrate.recordings import conversations, record
 from tailrace.calibrate.iteration_fit import predicted_ms
 from tailrace.calibrate.logs import calibrate_log
+from tailrace.calibrate.recorded_capacity import Occupancy, kv_tokens, stated, token_budgets
 from tailrace.calibrate.run_fit import simulated
 from tailrace.config import CostModel, Replica
 from tailrace.errors import TailraceError
@@ -99,3 +100,18 @@ def test_too_little_to_learn_from(tmp_path):
     folder = record(tmp_path / "r", server(DENSE), conversations(60, 5.0, 15), **SETTINGS)
     with pytest.raises(TailraceError, match="answered requests"):
         learn(folder)
+
+
+def test_large_recordings_and_settings_are_bounded():
+    """Each moment is compared with all requests, so only some moments are."""
+    count = 30_000
+    table = conversations(count, 50.0, 16)
+    sent = table.rows["arrival_s"]
+    part = Occupancy(table, sent + 5.0, sent + 6.0, sent + 9.0, is_exact=True)
+    tokens, is_full = kv_tokens([part], batch_cap=10_000)
+    assert is_full
+    held = np.median((table.rows["prompt_tokens"] + table.rows["output_tokens"] / 2).cumsum())
+    assert 0 < tokens < held
+    huge = {"max_num_seqs": 65_536, "data_parallel_size": 1024, "max_num_batched_tokens": 2**24}
+    assert stated(huge)["batch_cap"] == (4096, "recording")
+    assert token_budgets(huge) == (2**20,)

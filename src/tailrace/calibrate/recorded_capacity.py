@@ -21,6 +21,8 @@ RECORDED = "recording"
 _WAITED = 5.0
 #: Moments needed to say that the batch or KV memory was full, and the least cap that is believed.
 _LEAST_MOMENTS, _LEAST_CAP = 5, 8
+#: Moments that are looked at, of a longer recording.
+MOST_MOMENTS = 500
 #: Share of those moments at which a full batch has to be full.
 _MOSTLY = 0.8
 #: Share of the most that is ever held, which is held typically when KV memory is full.
@@ -67,16 +69,19 @@ class Occupancy:
 
 
 def stated(settings: Mapping[str, int]) -> dict[str, tuple[int, str]]:
-    """Return the capacity that a recording's settings state, by the names of a replica's fields."""
+    """Return the capacity that a recording's settings state, by the names of a replica's fields.
+
+    Each is at most what a replica may have.
+    """
     ranks = settings.get("data_parallel_size", 1)
     found = {}
-    for name, setting, times in (
-        ("block_size", "block_size", 1),
-        ("num_blocks", "num_gpu_blocks", ranks),
-        ("batch_cap", "max_num_seqs", ranks),
+    for name, setting, times, most in (
+        ("block_size", "block_size", 1, 4096),
+        ("num_blocks", "num_gpu_blocks", ranks, 2**26),
+        ("batch_cap", "max_num_seqs", ranks, 4096),
     ):
         if setting in settings:
-            found[name] = (times * settings[setting], RECORDED)
+            found[name] = (min(times * settings[setting], most), RECORDED)
     return found
 
 
@@ -88,7 +93,8 @@ def token_budgets(settings: Mapping[str, int]) -> tuple[int, ...]:
     budget = settings.get("max_num_batched_tokens")
     if budget is None:
         return ()
-    return tuple(sorted({budget, budget * settings.get("data_parallel_size", 1)}))
+    ranks = settings.get("data_parallel_size", 1)
+    return tuple(sorted({min(tokens, 2**20) for tokens in (budget, budget * ranks)}))
 
 
 def full_batch(parts: Sequence[Occupancy]) -> int | None:
@@ -112,7 +118,11 @@ def kv_tokens(parts: Sequence[Occupancy], batch_cap: int) -> tuple[float, bool]:
     """
     waited = [moment for part in parts if part.is_exact for moment in _waited(part)]
     full = [tokens for count, tokens in waited if count < _BELOW_CAP * batch_cap]
-    held = [part.held(float(at))[1] for part in parts for at in part.first_s[part.known()]]
+    held = [
+        part.held(float(part.first_s[row]))[1]
+        for part in parts
+        for row in _some(np.flatnonzero(part.known()))
+    ]
     if len(full) >= _LEAST_MOMENTS and len(full) > len(waited) / 2:
         longest = max(
             int((part.table.rows["prompt_tokens"] + part.table.rows["output_tokens"]).max())
@@ -123,6 +133,13 @@ def kv_tokens(parts: Sequence[Occupancy], batch_cap: int) -> tuple[float, bool]:
         if size >= _ROOM * longest and np.median(full) >= _NEARLY * np.percentile(held, 95):
             return size, True
     return max(float(REFERENCE.kv_tokens), _ROOM * max(held, default=0.0)), False
+
+
+def _some(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return at most MOST_MOMENTS of the rows, evenly: each is compared with all requests."""
+    if len(rows) <= MOST_MOMENTS:
+        return rows
+    return rows[np.linspace(0, len(rows) - 1, MOST_MOMENTS).astype(np.int64)]
 
 
 def _waited(part: Occupancy) -> list[tuple[int, float]]:
@@ -136,7 +153,7 @@ def _waited(part: Occupancy) -> list[tuple[int, float]]:
     longest_s = float((part.last_s - arrival_s)[known].max())
     unknown_s = arrival_s[~known]
     found = []
-    for row in np.flatnonzero(known & (part.begin_s - arrival_s > patience_s)):
+    for row in _some(np.flatnonzero(known & (part.begin_s - arrival_s > patience_s))):
         at_s = float(part.begin_s[row])
         # Requests whose times are not known may have run as well.
         sooner = unknown_s[unknown_s < arrival_s[row]]

@@ -13,6 +13,7 @@ from tailrace.config import Cluster, Event, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state import server_model
+from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.server_speeds import (
@@ -80,6 +81,29 @@ class Stranger(Twin):
         super().finished(server, request, now)
 
 
+class Silent(Stranger):
+    """The same, with answers that do not stream: only their end is seen, and their usage."""
+
+    def _arrival(self, facts: RequestFacts) -> Arrival:
+        arrival = super()._arrival(facts)
+        arrival.asked.streams = False
+        return arrival
+
+    def _streams(self, now: float) -> None:
+        self.clock.now = now
+
+    def first_token(self, server: Server, request: Request, now: float) -> None:
+        PolicyDispatcher.first_token(self, server, request, now)
+
+    def finished(self, server: Server, request: Request, now: float) -> None:
+        PolicyDispatcher.finished(self, server, request, now)
+        self.clock.now = now
+        row = self.table.rows[request.id]
+        attempt = self.attempts.pop(request.id)
+        attempt.usage(int(row["prompt_tokens"]), int(row["output_tokens"]), None)
+        attempt.close("done")
+
+
 def learned(
     *servers: Replica,
     workload: str = "chat",
@@ -87,11 +111,12 @@ def learned(
     requests: int = 400,
     told: Sequence[Replica] = (),
     events: tuple[Event, ...] = (),
+    router_kind: type[Stranger] = Stranger,
 ) -> ClusterState:
     """What a router knows after some traffic at ``rate`` per s; told nothing unless ``told``."""
     cluster, router = Cluster(replicas=servers), RouterSettings(staleness_s=0.5)
     table = make(workload, requests, rate, 5)
-    stranger = Stranger(table, servers, told or [Replica()] * len(servers), router)
+    stranger = router_kind(table, servers, told or [Replica()] * len(servers), router)
     engine = ReferenceEngine(cluster, table, router=router, events=events)
     engine.run(dispatcher=stranger)
     return stranger.cluster
@@ -131,6 +156,15 @@ def test_unknown_servers_are_learned(servers: tuple[Replica, ...], workload: str
         assert known.uncertainty < 0.1
         assert not known.unexplained
         assert cluster.replicas[replica]["prefill_tokens_per_s"] == known.prefill_tokens_per_s
+
+
+def test_answers_that_do_not_stream_teach_too() -> None:
+    servers = (Replica(), Replica(speed=0.4), Replica(speed=2.0))
+    cluster = learned(*servers, rate=6.0, router_kind=Silent)
+    assert (cluster.models["equations"] > 50).all()
+    for (answers, _), replica in zip(errors(cluster, servers), range(3), strict=True):
+        assert abs(answers) < 0.1, replica
+        assert not speed_of(cluster, replica).unexplained
 
 
 def test_a_slow_down_is_followed_within_a_minute() -> None:

@@ -53,11 +53,12 @@ class Attempt:
         if replica != decision.replica:
             self.cached = cluster.cached_on(arrival, replica)
         self.lesson: NDArray[np.void] | None = None
-        if now >= cluster.lesson_at[replica] and arrival.asked.streams:
+        asked = arrival.asked
+        if now >= cluster.lesson_at[replica] and asked.generates and asked.prompts == 1:
             self.lesson = cluster.begin_lesson(replica, now)
         self.used_at, self.answer_tokens = cluster.sent(self)
         self._enter_session()
-        if not arrival.asked.streams:
+        if not asked.streams:
             ttft_s = decision.ttft_s
             if ttft_s < _INF:
                 cluster.expect_first_token(now + ttft_s, serial, self)

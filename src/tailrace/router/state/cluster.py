@@ -478,17 +478,12 @@ class ClusterState:
         """The first ``entry.streamed`` tokens of an attempt have come back."""
         r = entry.replica
         if entry.epoch == self.epochs[r]:
-            if entry.first_at is not None and self.lesson_at[r] < math.inf:
-                cached = entry.cached
-                uncached = entry.prompt_tokens - cached
-                at = r * _MODEL_WIDTH + _PREFILLED
-                progress = self._progress
-                progress[at] += uncached
-                progress[at + 1] += uncached * (cached + 0.5 * uncached)
-                if entry.lesson is not None:
+            if self.lesson_at[r] < math.inf:
+                self._prefilled(entry)
+                if entry.lesson is not None and entry.first_at is not None:
                     server_model.first_token(
                         self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
-                        entry.lesson, entry.first_at, uncached,
+                        entry.lesson, entry.first_at, entry.prompt_tokens - entry.cached,
                     )  # fmt: skip
             if self.index_later:
                 self._index(entry, self.clock())
@@ -524,6 +519,15 @@ class ClusterState:
             per_block = tokens / max(1, int(view["block_size"]))
             view["active_blocks"], view["new_blocks"] = in_flight * per_block, new * per_block
 
+    def _prefilled(self, entry: LedgerEntry) -> None:
+        """Count a prompt as read by its server."""
+        cached = entry.cached
+        uncached = entry.prompt_tokens - cached
+        at = entry.replica * _MODEL_WIDTH + _PREFILLED
+        progress = self._progress
+        progress[at] += uncached
+        progress[at + 1] += uncached * (cached + 0.5 * uncached)
+
     def streamed(self, entry: LedgerEntry, n: int) -> None:
         """``n`` more tokens of an attempt have come back."""
         r = entry.replica
@@ -544,6 +548,8 @@ class ClusterState:
         if self.index_later and output >= 0 and not entry.answering:
             self._index(entry, now)
         if entry.lesson is not None and output > 1:
+            if not entry.answering:  # it did not stream, and ended sooner than predicted
+                self._prefilled(entry)
             server_model.ended(
                 self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
                 entry.lesson, now, output,

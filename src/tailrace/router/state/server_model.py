@@ -4,8 +4,10 @@ A stretch of time at a server (a request's wait for its first token, or its answ
 token to the last) is a sum of iterations, and by the cost model (view/cost_model.py) a sum over
 iterations is linear in its coefficients. How many iterations there were and what they worked on is
 in the ledger: a stream gets one token per iteration, and prompts are counted when their first token
-comes. So every stretch is one linear equation, and a Kalman filter keeps the solution: *factors* by
-which the coefficients differ from those of the device that is assumed at the start.
+comes. Of an answer that does not stream only the end is seen, so its whole time is one stretch, and
+what else the server did is known less well. So every stretch is one linear equation, and a Kalman
+filter keeps the solution: *factors* by which the coefficients differ from those of the device that
+is assumed at the start.
 
 The filter starts from a prior over devices, in which all coefficients scale together more readily
 than they differ. It forgets slowly, and quickly when what it sees no longer fits, so that it
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 from tailrace.compiled import jit
 from tailrace.config import Replica
 from tailrace.view.cost_model import prefill_tokens_per_s, token_ms
-from tailrace.view.records import COST, MAX_KNOTS
+from tailrace.view.records import COST, MAX_KNOTS, NEVER
 from tailrace.view.replicas import replica_costs
 
 #: Factors: of base_ms, of per_token_ms with the knots' slopes, of per_context_ms, of
@@ -36,11 +38,16 @@ OVERHEAD_S = 0.005
 #: Prior over devices: standard deviation of a factor common to all coefficients, and of each
 #: coefficient's own. Public presets (view/devices.py) differ from the reference by 0.2 to 3.
 COMMON_SD, OWN_SD = 1.0, 0.5
-#: How much the factors may change, as variance per second: all together, and each by itself.
-COMMON_DRIFT, OWN_DRIFT = 1e-4, 1e-5
-#: Expected deviation of an equation, as a share of the time: of answers, and of first tokens, in
-#: which it is known less well what the server was doing. Some ms are the network's.
-ANSWER_NOISE, FIRST_NOISE, NOISE_S = 0.05, 0.25, 0.002
+#: The overhead depends on the network and on how busy the server's front end is: from a fraction of
+#: a ms to some 0.1 s.
+OVERHEAD_SD = 8.0
+#: How much the factors may change, as variance per second: all together, each by itself, and the
+#: overhead.
+COMMON_DRIFT, OWN_DRIFT, OVERHEAD_DRIFT = 1e-4, 1e-5, 0.05
+#: Expected deviation of an equation, as a share of the time: of answers, of first tokens, in which
+#: it is known less well what the server was doing, and of answers that did not stream. Some ms are
+#: the network's.
+ANSWER_NOISE, FIRST_NOISE, WHOLE_NOISE, NOISE_S = 0.05, 0.25, 0.15, 0.002
 #: A deviation, in those expected, beyond which the server is taken to have changed.
 SURPRISE = 3.0
 #: Smallest factor, and largest variance of one.
@@ -97,7 +104,7 @@ def new_models(servers: Sequence[Replica]) -> NDArray[np.void]:
     models["factors"] = 1.0
     models["covariance"] = COMMON_SD**2 + OWN_SD**2 * np.eye(N_FACTORS)
     models["covariance"][:, OVERHEAD, :] = models["covariance"][:, :, OVERHEAD] = 0.0
-    models["covariance"][:, OVERHEAD, OVERHEAD] = COMMON_SD**2
+    models["covariance"][:, OVERHEAD, OVERHEAD] = OVERHEAD_SD**2
     return models
 
 
@@ -133,6 +140,20 @@ def sent(models, replicas, r, lesson, now):
 
 
 @jit
+def _queues(replicas, r):
+    """Whether requests wait in the server's queue by its latest metrics, or may, without any.
+
+    If none does, a long wait for a first token is the overhead of the request: it was on its way,
+    or the server's front end was busy.
+    """
+    latest, waiting = NEVER, 1
+    for w in range(replicas.shape[0]):
+        if replicas[w, r]["metrics_at"] > latest:
+            latest, waiting = replicas[w, r]["metrics_at"], replicas[w, r]["waiting"]
+    return waiting > 0
+
+
+@jit
 def first_token(models, replicas, costs, me, r, lesson, now, uncached):
     """Learn from its first token; it is among the prefilled, and in the ledger still queued."""
     model, replica = models[me, r], replicas[me, r]
@@ -142,8 +163,8 @@ def first_token(models, replicas, costs, me, r, lesson, now, uncached):
     output = max(0.0, after["output"] - before["output"])
     decodes = 0.5 * (before["decodes"] + after["decodes"])
     iterations = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
-    if decodes >= 1.0:
-        # A long wait for room in the batch or in memory is full of answers' iterations.
+    if decodes >= 1.0 and _queues(replicas, r):
+        # A wait for room in the batch or in memory is full of answers' iterations.
         iterations = max(iterations, output / decodes)
     work = max(0.0, after["prefill_work"] - before["prefill_work"])
     context = 0.5 * (before["context"] + after["context"])
@@ -157,11 +178,15 @@ def first_token(models, replicas, costs, me, r, lesson, now, uncached):
 
 @jit
 def ended(models, replicas, costs, me, r, lesson, now, output):
-    """Learn from a stream that is complete after ``output`` tokens; the ledger still has it."""
+    """Learn from an answer that is complete after ``output`` tokens; the ledger still has it."""
     model, replica = models[me, r], replicas[me, r]
-    before, after = lesson[0]["first"], lesson[0]["sent"]
-    if before["at"] == 0.0 or output < 2:
+    if output < 2:
         return
+    if lesson[0]["first"]["at"] == 0.0:
+        _whole(models, replicas, me, r, lesson, now, output)
+        apply(model, replica, costs[r])
+        return
+    before, after = lesson[0]["first"], lesson[0]["sent"]
     _note(after, models, replicas, r, now)
     iterations = output - 1.0
     tokens = max(iterations, after["output"] - before["output"])
@@ -171,6 +196,28 @@ def ended(models, replicas, costs, me, r, lesson, now, output):
     _equation(model, replica, iterations, tokens, prefilled, context, work)
     _learn(model, (now - before["at"]) * replica["speed"], now, ANSWER_NOISE)
     apply(model, replica, costs[r])
+
+
+@jit
+def _whole(models, replicas, me, r, lesson, now, output):
+    """Learn from an answer that did not stream; its prompt is among the prefilled.
+
+    How many answers were under way is taken from the ledger, which counts those that do not stream
+    from their predicted first token on.
+    """
+    model, replica = models[me, r], replicas[me, r]
+    before, after = lesson[0]["sent"], lesson[0]["first"]
+    _note(after, models, replicas, r, now)
+    decodes = max(1.0, 0.5 * (before["decodes"] + 1.0 + after["decodes"]))
+    prefilled = max(0.0, after["prefilled"] - before["prefilled"])
+    work = max(0.0, after["prefill_work"] - before["prefill_work"])
+    own = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
+    iterations = output - 1.0 + min(own, float(output))
+    context = 0.5 * (before["context"] + after["context"]) + 0.5 * output
+    _equation(model, replica, iterations, iterations * decodes, prefilled, context, work)
+    model["row"][BASE] *= 1.0 + 0.5 / iterations
+    model["row"][OVERHEAD] = OVERHEAD_S
+    _learn(model, (now - before["at"]) * replica["speed"], now, WHOLE_NOISE)
 
 
 @jit
@@ -205,7 +252,7 @@ def _learn(model, seconds, now, noise):
     expected = 0.0
     for i in range(N_FACTORS):
         expected += row[i] * factors[i]
-        covariance[i, i] += OWN_DRIFT * elapsed
+        covariance[i, i] += (OVERHEAD_DRIFT if i == OVERHEAD else OWN_DRIFT) * elapsed
         for j in range(OVERHEAD):
             if i < OVERHEAD:
                 covariance[i, j] += COMMON_DRIFT * elapsed
@@ -216,7 +263,7 @@ def _learn(model, seconds, now, noise):
             total += covariance[i, j] * row[j]
         gain[i] = total
         variance += row[i] * total
-    sd = noise * max(seconds, expected) + NOISE_S
+    sd = noise * expected + NOISE_S  # not of what was seen, or long times would count less
     variance += sd * sd
     off = seconds - expected
     error = min(abs(off) / max(seconds, 1e-6), 10.0)

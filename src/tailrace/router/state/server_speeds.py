@@ -19,7 +19,7 @@ GIVEN, ASSUMED, LEARNED = "given", "assumed", "learned"
 #: Standard error of the time per token, as a share of it, below which it counts as learned.
 CERTAIN = 0.1
 #: A server whose times are predicted worse than this, on average, is not understood.
-UNEXPLAINED = 0.5
+UNEXPLAINED = 0.4
 #: Equations before either is said.
 ENOUGH = 20
 #: Load at which the time per output token is reported: answers at once, tokens of context each.

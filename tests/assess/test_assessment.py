@@ -115,6 +115,29 @@ def test_replicas_to_spare(found):
         assert any(a > 0.98 * b for a, b in worse)
 
 
+def test_chance_is_part_of_the_interval():
+    """Five replays in which nothing differs but the replay."""
+    replays = np.broadcast_to(np.arange(5.0)[:, None, None], (5, 200, 4)) + 1.0
+    found = Blocks.of(200).prospect("it", replays, replays)
+    assert (found.ttft_s.value, found.ttft_s.low, found.ttft_s.high) == (3.0, 1.0, 5.0)
+    assert (found.ttft_p99_s.value, found.ttft_p99_s.low, found.ttft_p99_s.high) == (3.0, 1.0, 5.0)
+    assert found.cost_change.low == found.cost_change.high == 0.0  # of the same replays
+
+
+def test_replays_shift_arrivals_and_keep_their_order():
+    table = requests(count=200)
+    assert assessment.shifted(table, 0) is table
+    one, two = (assessment.shifted(table, k).rows for k in (1, 2))
+    late_s = one["arrival_s"] - table.rows["arrival_s"]
+    assert late_s.min() >= 0
+    assert 0 < late_s.max() < 10 * assessment.SHIFT_S
+    assert (np.diff(one["arrival_s"]) >= 0).all()
+    assert (one["arrival_s"] != two["arrival_s"]).any()
+    first = table.rows["parent"] < 0
+    assert (one["think_s"][first] == table.rows["think_s"][first]).all()
+    assert (one["think_s"][~first] > table.rows["think_s"][~first]).all()
+
+
 def test_targets_decide_what_is_missed(log):
     from dataclasses import replace
 
@@ -160,8 +183,8 @@ def test_intervals_cover_the_mean_of_blocks():
     rng = np.random.default_rng(1)
     values = rng.normal(5.0, 1.0, (4000, 4))
     blocks = Blocks.of(4000)
-    mean, drawn = blocks.means(values)
+    mean, drawn = blocks.means(values[None])
     np.testing.assert_allclose(mean, values.mean(axis=0))
     spread = np.percentile(drawn[:, 0], 97.5) - np.percentile(drawn[:, 0], 2.5)
     assert spread == pytest.approx(2 * 1.96 / np.sqrt(4000), rel=0.5)
-    assert blocks.p99(values[:, 0]).value == pytest.approx(np.percentile(values[:, 0], 99))
+    assert blocks.p99(values[None, :, 0]).value == pytest.approx(np.percentile(values[:, 0], 99))

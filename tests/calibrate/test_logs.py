@@ -3,8 +3,10 @@
 import pytest
 
 from replay.logged import write_log
+from tailrace.calibrate import logs
 from tailrace.calibrate.iteration_fit import predicted_ms
 from tailrace.calibrate.logs import calibrate_log
+from tailrace.calibrate.result import ASSUMED, MEASURED
 from tailrace.config import Cluster, Replica, Workload
 from tailrace.errors import TailraceError
 from tailrace.replay import recorded
@@ -47,6 +49,18 @@ def test_replicas_may_differ(tmp_path):
     for one, speed in zip(found, (0.7, 1.4), strict=True):
         assert one.replica.cost.base_ms == pytest.approx(10.3 / speed, rel=0.03)
         assert one.sources["chunk_size"] == "given"
+
+
+def test_a_budget_that_a_log_does_not_reveal_is_that_of_the_others(tmp_path, monkeypatch):
+    """A saturated server's log fits several budgets, each with another overhead."""
+    table = from_settings(Workload(name="chat", requests=240, rate=4, load=None), 4, 5)
+    write_log(tmp_path, Cluster(replicas=(Replica(count=3),)), table, policy="round_robin")
+    seen = iter([(512, MEASURED), (2048, ASSUMED), (512, MEASURED)])
+    monkeypatch.setattr(logs, "_token_budget", lambda *_: next(seen))
+    monkeypatch.setattr(logs, "PASSES", 1)
+    found = calibrate_log(recorded.read(tmp_path), Replica()).replicas
+    assert [one.replica.chunk_size for one in found] == [512, 512, 512]
+    assert [one.sources["chunk_size"] for one in found] == [MEASURED, ASSUMED, MEASURED]
 
 
 def test_mistakes(tmp_path):

@@ -1,8 +1,10 @@
 """Recorded traffic replayed under every policy: latencies, missed SLOs, replicas to spare.
 
-Intervals come from a bootstrap over consecutive blocks of requests. Every policy gets the same
-requests and the same draws, so that changes are paired. The replay's own error is what it says
-about the rule that was in charge, against what was recorded under that rule.
+Intervals come from a bootstrap over consecutive blocks of requests and over several replays, in
+which requests come a moment sooner or later: which of them meet at a server is a matter of chance,
+and with some policies a large one. Every policy gets the same requests and the same draws, so that
+changes are paired. The replay's own error is what it says about the rule that was in charge,
+against what was recorded under that rule.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,6 +38,10 @@ Floats = NDArray[np.float64]
 MOST_BLOCKS, LEAST_BLOCK = 20, 10
 #: Draws for means, and for percentiles, which have to be found anew in each.
 DRAWS, PERCENTILE_DRAWS = 2000, 200
+#: Replays of a policy, and how many requests they have together at most.
+REPLAYS, MOST_REPLAYED = 5, 100_000
+#: Requests come up to this much later than recorded in all replays but the first, s.
+SHIFT_S = 0.004
 #: One request in this many is left out of the calibration, to test it.
 HELD_OUT = 4
 #: What is measured of every request, in this order.
@@ -232,8 +238,9 @@ def assess(
     notes: list[str] = []
     base = Scenario(router=router or RouterSettings(), engine=Engine(), cluster=model.cluster)
     blocks = Blocks.of(len(table))
-    was = None if recorded is None else measured(recorded.result())
+    was = None if recorded is None else measured(recorded.result())[None]
     now = was
+    tables = [shifted(table, k) for k in range(_replays(len(table)))]
     try:
         policy_for(base, present)
     except TailraceError as error:
@@ -244,13 +251,14 @@ def assess(
             "against what was recorded, so the replay's error is part of their gain."
         )
     else:
-        result = replayed(base, table, present, seed, model.overhead_ms)
-        now = measured(result)
+        now = np.stack(
+            [measured(replayed(base, t, present, seed, model.overhead_ms)) for t in tables]
+        )
     assert now is not None
     chosen = list(dict.fromkeys([*policies, *([present] if now is not was else [])]))
     for name in chosen:
         policy_for(base, name)
-    tasks = [_Task(base, table, name, seed, model.overhead_ms, blocks, now) for name in chosen]
+    tasks = [_Task(base, tables, name, seed, model.overhead_ms, blocks, now) for name in chosen]
     found = []
     with WorkerPool(jobs) as pool:
         for _, prospect in pool.run(_prospect, tasks):
@@ -273,6 +281,25 @@ def assess(
     )  # fmt: skip
 
 
+def _replays(requests: int) -> int:
+    return max(1, min(REPLAYS, MOST_REPLAYED // requests))
+
+
+def shifted(table: RequestTable, replay: int) -> RequestTable:
+    """Return requests that come up to SHIFT_S later than recorded, at random.
+
+    Replay 0 is the recording itself. Follow-ups are delayed beyond their think time. The order of
+    arrivals stays.
+    """
+    if replay == 0:
+        return table
+    rows = table.rows.copy()
+    late_s = generator(replay, "shifted").uniform(0.0, SHIFT_S, len(rows))
+    rows["arrival_s"] = np.maximum.accumulate(rows["arrival_s"] + late_s)
+    rows["think_s"] += np.where(rows["parent"] >= 0, late_s, 0.0)
+    return RequestTable(rows, table.runs)
+
+
 def measured(result: SimResult) -> Floats:
     """Return the MEASURES [R, 4] of a run; a latency that a request does not have is NaN."""
     times = request_times(result)
@@ -285,7 +312,7 @@ def _errors(trust: Fidelity, was: Floats, now: Floats | None, *, held_out: bool)
     errors = ReplayErrors(found.get("TTFT"), found["E2E"], trust.latencies[-1].requests, held_out)
     if now is None:
         return errors
-    real, simulated = np.nanmean(was, axis=0), np.nanmean(now, axis=0)
+    real, simulated = (np.nanmean(values, axis=(0, 1)) for values in (was, now))
     return replace(
         errors,
         rule_ttft=float(simulated[TTFT] / real[TTFT] - 1),
@@ -315,34 +342,42 @@ class Blocks:
         return cls(block, generator(0, "assess").multinomial(count, even, DRAWS).astype(np.float64))
 
     def means(self, values: Floats) -> tuple[Floats, Floats]:
-        """Return the means [4] of measures [R, 4], and those of every draw [DRAWS, 4]."""
+        """Return the means [4] of measures [K, R, 4] of K replays, and of every draw [DRAWS, 4].
+
+        A draw takes the blocks of one replay; equal draws of two policies take the same one.
+        """
         there = np.isfinite(values)
         count = self.draws.shape[1]
         sums, counts = (
-            np.stack([np.bincount(self.block, column, count) for column in of.T], axis=1)
+            np.stack([[np.bincount(self.block, column, count) for column in one.T] for one in of])
             for of in (np.where(there, values, 0.0), there.astype(np.float64))
-        )
-        drawn = (self.draws @ sums) / np.maximum(self.draws @ counts, 1e-12)
-        return np.asarray(sums.sum(axis=0) / counts.sum(axis=0)), np.asarray(drawn)
+        )  # [K, 4, blocks]
+        drawn = np.empty((len(self.draws), values.shape[2]))
+        for k, (one, n) in enumerate(zip(sums, counts, strict=True)):
+            rows = self.draws[k :: len(sums)]
+            drawn[k :: len(sums)] = (rows @ one.T) / np.maximum(rows @ n.T, 1e-12)
+        return sums.sum(axis=(0, 2)) / counts.sum(axis=(0, 2)), drawn
 
     def p99(self, values: Floats) -> Estimate:
-        """Return the 99th percentile of values [R]."""
-        parts = [values[self.block == k] for k in range(self.draws.shape[1])]
-        parts = [part[np.isfinite(part)] for part in parts]
-        drawn = [
-            np.percentile(np.concatenate([np.tile(p, int(n)) for p, n in zip(parts, row)]), 99)  # noqa: B905
-            for row in self.draws[:PERCENTILE_DRAWS]
-        ]
-        return Estimate(float(np.percentile(np.concatenate(parts), 99)), *bounds(np.asarray(drawn)))
+        """Return the 99th percentile of values [K, R]: the mean of that of each replay."""
+        blocks = range(self.draws.shape[1])
+        parts = [[one[self.block == k] for k in blocks] for one in values]
+        parts = [[part[np.isfinite(part)] for part in one] for one in parts]
+        drawn = []
+        for d, row in enumerate(self.draws[:PERCENTILE_DRAWS]):
+            chosen = zip(parts[d % len(parts)], row, strict=True)
+            drawn.append(np.percentile(np.concatenate([np.tile(p, int(n)) for p, n in chosen]), 99))
+        each = [np.percentile(np.concatenate(one), 99) for one in parts]
+        return Estimate(float(np.mean(each)), *bounds(np.asarray(drawn)))
 
     def prospect(self, policy: str, values: Floats, now: Floats | None) -> Prospect:
-        """Summarise measures [R, 4] of a policy, and set them against those of the present rule."""
+        """Summarise measures [K, R, 4] of a policy, and set them against the present rule's."""
         mean, drawn = self.means(values)
         figures = [_estimate(mean[k], drawn[:, k]) for k in range(len(MEASURES))]
         found = Prospect(
             policy,
             ttft_s=figures[TTFT],
-            ttft_p99_s=self.p99(values[:, TTFT]),
+            ttft_p99_s=self.p99(values[:, :, TTFT]),
             e2e_s=figures[E2E],
             missed=figures[MISSED],
             cost_s=figures[COST],
@@ -367,7 +402,7 @@ def _estimate(value: float, drawn: Floats) -> Estimate:
 @dataclass(frozen=True)
 class _Task:
     scenario: Scenario
-    table: RequestTable
+    tables: Sequence[RequestTable]
     policy: str
     seed: int
     overhead_ms: tuple[float, ...]
@@ -409,12 +444,14 @@ def _no_worse(
 
 
 def _measured_on(task: _Task, kept: Sequence[int]) -> Floats:
-    """Replay a policy on some of the replicas."""
+    """Replay a policy on some of the replicas; returns measures [K, R, 4]."""
     each = task.scenario.cluster.expanded()
     cluster = Cluster(replicas=tuple(each[k] for k in kept))
     overhead = [task.overhead_ms[k % len(task.overhead_ms)] for k in kept]
     scenario = task.scenario.model_copy(update={"cluster": cluster})
-    return measured(replayed(scenario, task.table, task.policy, task.seed, overhead))
+    return np.stack(
+        [measured(replayed(scenario, t, task.policy, task.seed, overhead)) for t in task.tables]
+    )
 
 
 def slowest_first(cluster: Cluster) -> list[int]:

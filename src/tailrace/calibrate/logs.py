@@ -8,6 +8,7 @@ the true model the reconstruction is the truth, and so it stays there. The model
 :func:`tailrace.calibrate.run_fit.fit_run` begins, which compares whole simulated runs.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -101,9 +102,10 @@ def calibrate_log(
             else f"the log has no request of replica {missing}"
         )
     groups = [numbers] if same else [[k] for k in numbers]
-    found = []
+    found, split = [], []
     for done, group in enumerate(groups):
         parts = [part_of(recorded, k, only) for k in group]
+        split.append(parts)
         if sum(int(np.isfinite(part.ttft_ms).sum()) for part in parts) < LEAST_REQUESTS and (
             only is not None or sum(len(part.table) for part in parts) < LEAST_REQUESTS
         ):
@@ -114,6 +116,15 @@ def calibrate_log(
         name = f"replica {group[0]}" if len(group) == 1 else f"replicas {group[0]} to {group[-1]}"
         found.append(_calibrated(name, parts, known, recorded.settings))
         report(int(100 * (done + 1) / len(groups)))
+    sure = Counter(c.replica.chunk_size for c in found if c.sources["chunk_size"] == MEASURED)
+    for place, one in enumerate(found):
+        common = sure.most_common(1)[0][0] if sure else one.replica.chunk_size
+        if one.sources["chunk_size"] == ASSUMED and one.replica.chunk_size != common:
+            # The log of a saturated server, for instance, fits several budgets, each with another
+            # overhead: it is taken to be configured like the others.
+            alike = known.model_copy(update={"chunk_size": common})
+            again = _calibrated(one.name, split[place], alike, recorded.settings)
+            found[place] = replace(again, sources={**again.sources, "chunk_size": ASSUMED})
     source = "recording of a server" if recorded.settings else "decision log"
     return Calibration(source, tuple(found))
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import click
 import pytest
@@ -37,6 +38,30 @@ def test_help_shows_first_what_a_newcomer_needs(run):
         assert name in everything
     for param in cli.get_command(None, "simulate").params:
         assert param.opts[0] in everything
+
+
+@pytest.mark.parametrize("command", ["emulate", "assess", "calibrate"])
+def test_what_only_vidur_needs_is_one_option_away(run, command):
+    assert "--watermark" not in run(command, "--help").stdout
+    assert "--watermark" in run(command, "--help-all").stdout
+
+
+def test_every_command_is_described_in_one_whole_line(run):
+    """Click cuts what is too long, and ends it in dots."""
+    for arguments in (("--help",), ("workload", "--help")):
+        assert "..." not in run(*arguments).stdout.replace("[ARGS]...", "")
+
+
+def test_pages_and_help_agree_on_how_long_the_preset_full_takes(run):
+    root = Path(__file__).parents[2]
+    texts = [
+        " ".join(run("train", "--help").stdout.split()),
+        (root / "src/tailrace/presets/full.toml").read_text().replace("\n# ", " "),
+        (root / "docs/training.md").read_text(),
+        (root / "docs/model-card.md").read_text(),
+    ]
+    for text in texts:
+        assert "about 20 minutes" in text.lower(), text[:80]
 
 
 def test_import_names_the_log_of_serve(run):

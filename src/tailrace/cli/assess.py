@@ -86,7 +86,7 @@ def command(
     out: Path,
     **settings: Any,
 ) -> None:
-    """Say what each policy would gain on your servers and traffic.
+    """Show what each policy would gain on your servers and traffic.
 
     Records traffic through a router with your present rule (URL...), or takes a log (--log); fits
     the servers to it; replays it under every policy; then prints a paragraph and a table and writes

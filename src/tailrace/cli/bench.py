@@ -68,7 +68,10 @@ def command(
     out: Path | None,
     **given: Any,
 ) -> None:
-    """Send traffic to an OpenAI endpoint at its own pace, and measure the answers."""
+    """Send traffic to an OpenAI endpoint and measure the latencies.
+
+    Requests are sent at their own times, whether or not earlier ones have been answered.
+    """
     console.need("httptools", "orjson", extra="serve", what="tailrace bench")
     has_scenario = given["scenario"] is not None
     has_load = given["workload__load"] is not None

@@ -71,7 +71,7 @@ def command(
     plot: Path | None,
     **settings: Any,
 ) -> None:
-    """Fit cost model and capacity of replicas to live servers, a decision log or profiles.
+    """Fit the cost model to live servers, a log or profiles.
 
     Live servers must be idle otherwise: they are sent prompts of many lengths, alone and in
     batches.

@@ -22,10 +22,10 @@ objective_options = options.all_of(
         "--attainment", type=float, metavar="SHARE", section=_SLO,
         help="Least share of requests that meet both of their targets.",
     ),
-    option("--ttft-p99-s", help="Most for the P99 of the time to first token.", **_SECONDS),
-    option("--tpot-p99-s", help="Most for the P99 of the time per output token.", **_SECONDS),
-    option("--e2e-p99-s", help="Most for the P99 of the end-to-end time.", **_SECONDS),
-    option("--scheduling-delay-p99-s", help="Most for the P99 of the scheduling delay.",
+    option("--ttft-p99-s", help="Maximum P99 time to first token.", **_SECONDS),
+    option("--tpot-p99-s", help="Maximum P99 time per output token.", **_SECONDS),
+    option("--e2e-p99-s", help="Maximum P99 end-to-end time.", **_SECONDS),
+    option("--scheduling-delay-p99-s", help="Maximum P99 scheduling delay.",
            **_SECONDS),
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ _HOW = {
 @click.command("completion")
 @click.argument("shell", type=click.Choice(tuple(_HOW)))
 def command(shell: str) -> None:
-    """Print the completion script of a shell; the first line says how to install it."""
+    """Print a completion script; its first line says how to use it."""
     from tailrace.cli import cli
 
     completion = get_completion_class(shell)

@@ -98,7 +98,7 @@ DEFAULT_RANKING_SEEDS = 5
 @options.json
 @options.quiet
 def command(output: Path | None, jobs: int | None, write_shipped: bool, **given: Any) -> None:
-    """Measure policies on a suite of scenarios against the best rules there are.
+    """Compare policies with all baselines on held-out traffic.
 
     All policies meet the very same requests. The best single rule and the best rule of each
     scenario are chosen on tuning seeds, and beaten or not on evaluation seeds.

@@ -53,7 +53,7 @@ def profile_options(section: str, *, required: bool) -> Callable[[F], F]:
 )  # fmt: skip
 @options.json
 def command(out: Path | None, **given: Any) -> None:
-    """Fit the cost model to profiling tables in Vidur's layout, and print its error."""
+    """Fit the cost model to profiling tables in Vidur's layout."""
     from tailrace.calibrate.iteration_fit import fit_profiles
     from tailrace.files import write_text
 

@@ -89,7 +89,9 @@ def command(
     plot: Path | None,
     **settings: Any,
 ) -> None:
-    """Play all rules, both look-aheads and POLICY files under a reward, and judge the reward.
+    """Show how much better than the rules a policy could be.
+
+    Plays all rules, both look-aheads and POLICY files under a reward, and judges the reward.
 
     Is the best rule its ceiling? Is it dead? Does it rank policies as the composite cost does?
     """

@@ -53,7 +53,9 @@ def command(
     all_features: bool,
     plot: Path | None,
 ) -> None:
-    """Look into a trained POLICY: a .tailrace file, or `tailrace`, the one that ships.
+    """Show what a trained policy looks at and how it decides.
+
+    POLICY is a .tailrace file, or `tailrace`, the policy that ships with the package.
 
     What its file says, which features it reacts to, where its attention goes, how it spreads
     requests, how often it agrees with each rule, and what it does in given states.

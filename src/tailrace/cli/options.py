@@ -108,7 +108,7 @@ class SectionedCommand(click.Command):
     def _help_all(self) -> click.Option:
         return SectionOption(
             ["--help-all"], is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
-            help="Show all options: arrivals, router, inside a replica, Vidur.",
+            help="Show all options, also those for comparison with Vidur.",
         )  # fmt: skip
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -193,7 +193,7 @@ def section_options(
 ) -> Callable[[F], F]:
     """Add one option per setting of a model, named ``key__setting`` among the parameters.
 
-    ``basic``: those that ``--help`` shows; default: all.
+    ``basic``: those that ``--help`` shows; default: all but those for comparison with Vidur.
     """
     return all_of(
         *(
@@ -226,7 +226,7 @@ def _setting_option(
         default=None,
         help=help_text,
         section=_ELSEWHERE.get(field, title) if title != GENERAL else title,
-        advanced=basic is not None and field not in basic,
+        advanced=_ELSEWHERE.get(field) == VIDUR if basic is None else field not in basic,
         shell_complete=_COMPLETIONS.get((key, field)),
     )
 

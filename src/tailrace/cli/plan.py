@@ -46,7 +46,7 @@ def command(
     jobs: int | None,
     **settings: Any,
 ) -> None:
-    """Find the fewest replicas, or the cheapest mix of kinds, that keeps an SLO at a rate.
+    """Find the smallest or cheapest cluster for an SLO at a rate.
 
     For example: tailrace plan --workload sessions-hot --rate 60 --ttft-p99-s 1
     """
@@ -57,7 +57,9 @@ def command(
     objectives = take_objectives(settings)
     scenario = options.take_scenario(settings)
     if scenario.workload.rate is None:
-        raise TailraceError("a plan is for a rate: give --rate in requests/s (a load has no size)")
+        raise TailraceError(
+            "plan needs --rate (requests/s); --load is relative and cannot size a cluster"
+        )
     first = scenario.cluster.replicas[0].model_copy(update={"count": 1})
     offered = [_kind(text, first) for text in kinds] or [Kind(first.device, first)]
     wanted = Wanted(

@@ -54,7 +54,7 @@ def command(
     plot: Path | None,
     **settings: Any,
 ) -> None:
-    """Say what recorded traffic would have been like under other policies and with more replicas.
+    """Simulate recorded traffic under other policies and sizes.
 
     Of a decision log the recorded latencies are compared with simulated ones first, so that you
     know how far to trust the rest.

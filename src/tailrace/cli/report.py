@@ -39,7 +39,7 @@ def command(
     output: Path | None,
     markdown: Path | None,
 ) -> None:
-    """Make one readable file of RESULTS, the folder of `tailrace evaluate -o`.
+    """Write the results of `tailrace evaluate` as an HTML page.
 
     Tables are of the results. For plots of single requests a few runs are played again, on the
     same seeds, and checked against the results.

@@ -11,7 +11,7 @@ from tailrace.config import Scenario
 @click.argument("name", required=False, shell_complete=names.scenarios)
 @options.json
 def command(name: str | None) -> None:
-    """List the shipped scenarios, or print the file of one of them (NAME)."""
+    """List the shipped scenarios, or print one of them (NAME)."""
     if name is not None:
         text = scenarios.find(name).read_text(encoding="utf-8")
         console.show(scenarios.load(name), lambda _: click.echo(text, nl=False))

@@ -71,7 +71,7 @@ if TYPE_CHECKING:
 def command(
     resume: Path | None, jobs: int | None, workers: str, output: Path | None, **given: Any
 ) -> None:
-    """Train with settings drawn at random and rank them by their validation score.
+    """Train with random settings and rank them by their score.
 
     Ray Tune runs the trials. Each is an ordinary training run with a folder of its own. They are
     trained and judged on training seeds only, never on evaluation seeds.

@@ -24,7 +24,7 @@ VIDUR_REQUESTS, VIDUR_WORLDS = 500, 2
 @option(
     "--preset", metavar="NAME",
     help="Settings to start from: quick (five scenarios, under 5 minutes on 2 cores), full (the "
-    "general policy, under 2 hours), ppo (clone simple rules, then PPO), ppo-scratch, ppo-vidur "
+    "general policy, about 20 minutes), ppo (clone simple rules, then PPO), ppo-scratch, ppo-vidur "
     "or, with --from, finetune, polish or tail. "
     "[default: quick]",
 )  # fmt: skip
@@ -108,7 +108,7 @@ def command(
     jobs: int | None,
     output: Path | None,
 ) -> None:
-    """Train a policy: demonstrations, cloning, improvement, evaluation, best checkpoint.
+    """Train a policy by imitation, then PPO or branching.
 
     The run's folder holds best.tailrace, every checkpoint, log.csv and TensorBoard files. Ctrl-C
     leaves all of them usable.

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 def command(
     targets: tuple[str, ...], output: Path | None, write_shipped: bool, **given: Any
 ) -> None:  # fmt: skip
-    """Tune baselines on tuning seeds, so that they are at their best when beaten.
+    """Tune the parameters of baselines on tuning seeds.
 
     NAME is a rule with constants, a policy with +order (the weight of its order), linear_es (a
     linear score over the observation, by CMA-ES) or predict_greedy (a supervised predictor of cost;

@@ -14,7 +14,7 @@ _LIBRARIES = ("numba", "numpy", "scipy", "pyarrow", "pydantic")
 @click.command("version")
 @options.json
 def command() -> None:
-    """Print the versions of Tailrace, Python and the libraries that shape results."""
+    """Print the versions of Tailrace, Python and the libraries."""
     versions = {"tailrace": __version__, "python": platform.python_version()}
     versions |= {name: version(name) for name in _LIBRARIES}
     lines = "\n".join(f"{name} {text}" for name, text in versions.items())

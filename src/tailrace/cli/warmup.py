@@ -18,10 +18,11 @@ PARTS = ("simulate", "serve")
 @options.json
 @options.quiet
 def command(parts: tuple[str, ...]) -> None:
-    """Compile now what `simulate` and `serve` (PARTS, default: both) would compile at first use.
+    """Compile in advance what the first start would compile.
 
-    Compiled code is kept in TAILRACE_CACHE_DIR, XDG_CACHE_HOME, ~/.cache, or a folder of yours in
-    the temporary folder, whichever of these can be written first. Run it once per machine, or when
+    Compiles what `simulate` and `serve` need, or only one of them. Compiled code is cached in the
+    first writable of TAILRACE_CACHE_DIR, XDG_CACHE_HOME, ~/.cache and a folder of yours in the
+    temporary folder. Run it once per machine, or when
     an image is built.
     """
     can_serve = all(find_spec(module) is not None for module in MODULES)

@@ -51,7 +51,7 @@ def list_command() -> None:
 @_NAME
 @options.json
 def describe_command(name: str) -> None:
-    """Say what a built-in workload (NAME) is and where its figures come from."""
+    """Describe a built-in workload (NAME) and its sources."""
     from tailrace.terminal.listings import print_record
     from tailrace.workload import library
 
@@ -77,7 +77,7 @@ def describe_command(name: str) -> None:
 @_SEED
 @options.json
 def stats_command(name: str, seed: int, **settings: Any) -> None:
-    """Print statistics of a built-in workload or of a file of requests (NAME)."""
+    """Print statistics of a workload or a file of requests (NAME)."""
     workload = options.take_workload(name, settings)
     from tailrace.terminal.workloads import print_statistics
     from tailrace.workload.library import from_settings
@@ -130,7 +130,7 @@ def import_command(
     sort: bool,
     out: Path,
 ) -> None:
-    """Turn a public trace, or a decision log of the live router, (FILE) into a file of requests.
+    """Convert a trace or decision log (FILE) to a file of requests.
 
     FILE may be a folder of decision logs or of Claude Code sessions.
     """

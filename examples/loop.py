@@ -35,7 +35,7 @@ def arguments() -> tuple[RolloutPlan, tuple[str, ...], bool]:
     add("-o", "--output", type=Path, required=True, metavar="FOLDER", help="for everything made")
     add("--requests", type=int, help="of each load (default: 900, quick: 120)")
     add("--rate", type=float, help="requests/s of the recorded load (default: 32, quick: 12)")
-    add("--shrink", type=float, default=1.0, help="make prompts and answers so many times shorter")
+    add("--shrink", type=float, default=1.0, help="factor by which prompts and answers are shorter")
     add("--speeds", help="of the emulated servers (default: 1.5,1,1,0.6, quick: 1.3,0.7)")
     add("--calibrate", choices=("live", "together", "log"), default="live",
         help="measure one server after the other, all at once, or learn from the log")  # fmt: skip

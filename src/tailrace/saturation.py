@@ -25,6 +25,8 @@ SESSION_REQUESTS_PER_REPLICA = 6000
 MIN_REQUESTS, MAX_REQUESTS = 4000, 200_000
 #: The reference engine is a hundred times slower: it measures roughly rather than for minutes.
 REFERENCE_REQUESTS, REFERENCE_ROUNDS = 400, 3
+#: Recorded traffic is measured by whoever has it, on many clusters: less exactly.
+RECORDED_REQUESTS, RECORDED_TOLERANCE = 6000, 0.05
 #: A rough measurement, for training on many kinds of traffic.
 ROUGH_REQUESTS, ROUGH_ROUNDS = 4000, 4
 FIRST_GUESS_RPS_PER_REPLICA = 5.0
@@ -73,12 +75,14 @@ def saturation_rps(scenario: Scenario, seed: int | None = None, *, rough: bool =
     waiting for their parents, so that between two turns of a session lie as many other requests as
     there would be at that rate: cache reuse depends on it. The rate is replaced by the throughput
     it gave, damped from the third round on, until the two agree. On the reference engine there are
-    at most REFERENCE_REQUESTS requests and REFERENCE_ROUNDS rounds; ``rough`` measurements have
-    limits of their own.
+    at most REFERENCE_REQUESTS requests and REFERENCE_ROUNDS rounds; resampled traffic and ``rough``
+    measurements have limits of their own.
     """
     seed = seeds(Purpose.TUNING, 1)[0] if seed is None else require(seed, Purpose.TUNING)
     rate = FIRST_GUESS_RPS_PER_REPLICA * scenario.cluster.size
-    most, rounds = MAX_REQUESTS, MAX_ROUNDS
+    most, rounds, tolerance = MAX_REQUESTS, MAX_ROUNDS, TOLERANCE
+    if scenario.workload.arrivals == "resampled":
+        most, tolerance = RECORDED_REQUESTS, RECORDED_TOLERANCE
     if rough:
         most, rounds = ROUGH_REQUESTS, ROUGH_ROUNDS
     if _is_slow(scenario):
@@ -87,7 +91,7 @@ def saturation_rps(scenario: Scenario, seed: int | None = None, *, rough: bool =
     throughput = rate
     for round_number in range(rounds):
         throughput = _throughput_rps(measured, rate, seed)
-        if abs(throughput - rate) <= TOLERANCE * rate:
+        if abs(throughput - rate) <= tolerance * rate:
             break
         rate = throughput if round_number < 2 else float(np.sqrt(rate * throughput))
     return throughput

@@ -49,7 +49,7 @@ def test_every_trace_meets_the_clusters_for_its_lengths(folder: Path, tmp_path: 
     assert [s.name for s in found.scenarios] == ["chat-small-50", "chat-small-90"]
     assert [s.name for s in found.others] == [s.name for s in found.scenarios]
     assert {s.capacity_rps for s in found.scenarios} == {12.5}
-    assert not found.notes
+    assert found.notes == ("Recorded conversations of the half 'judge'.",)
     mine, other = (set(_lengths(of[0].workload.name)) for of in (found.scenarios, found.others))
     assert mine.isdisjoint(other)
     table = from_settings(found.scenarios[0].workload, 5.0, 1)
@@ -69,7 +69,7 @@ def test_prompts_that_no_server_holds_are_counted_with_what_follows(
     folder: Path, tmp_path: Path
 ) -> None:
     found = scenarios_of(folder, [TINY], Half.JUDGE, tmp_path / "into", requests=100, jobs=1)
-    (note,) = found.notes
+    (_, note) = found.notes
     assert "18 requests that exceed the KV memory" in note
     assert "follow them" in note
     rows = traces.read(found.scenarios[0].workload.name).table.rows
@@ -129,7 +129,7 @@ def test_the_command_judges_recorded_traffic_and_goes_on(folder: Path, tmp_path:
     data = read(tmp_path / "out" / "results.json")
     assert data.suite == "real"
     assert data.warmup_fraction == 0.2
-    assert "notes.md" in data.notes[0]
+    assert "notes.md" in data.notes[1]
     assert all(name.startswith("chat-") for name in data.best_of_each)
     again = CliRunner().invoke(cli, command)
     assert again.exit_code == 0, again.output

@@ -94,6 +94,7 @@ def scenarios_of(
     """
     found, skipped = find(folder)
     notes = [f"{s.path.relative_to(folder.parent)} was left out: {s.why}" for s in skipped]
+    notes.insert(0, f"Recorded conversations of the half '{half}'.")
     into.mkdir(parents=True, exist_ok=True)
     mine: list[Scenario] = []
     others: list[Scenario] = []
@@ -115,7 +116,7 @@ def scenarios_of(
     if not mine:
         raise TailraceError(
             f"there is no recorded traffic to use in {folder}"
-            + (": " + "; ".join(notes) if notes else ", it is empty")
+            + (": " + "; ".join(notes[1:]) if notes[1:] else ", it is empty")
         )
     capacities = _capacities(wholes, into / CAPACITIES, jobs, progress)
     return Recorded(

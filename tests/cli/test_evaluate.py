@@ -62,7 +62,7 @@ def test_tables_and_files(run, mine, tmp_path):
     (tmp_path / "own.py").write_text("def scores(view):\n    return view.replicas['in_flight']\n")
     result = run(*QUICK, "-p", "own.py", "-o", "out")
     assert "own against least_outstanding, the best single rule" in result.stdout
-    assert "cheaper in" in result.stdout
+    assert "lower cost in" in result.stdout
     assert "written to out/results.parquet and out/results.json" in result.stderr
     data = json.loads((tmp_path / "out" / "results.json").read_text())
     # The same rule as least_outstanding, on the same requests: only ties differ.

@@ -114,7 +114,7 @@ def test_method_tells_seeds_commands_and_checks(html, loaded):
 
 def test_warnings(html, loaded, changed, played):
     text = Page(html).text
-    assert "of tuning seeds: good for looking around, no proof" in text
+    assert "Measured on tuning seeds: for exploration" in text
     assert "3 seeds are few" in text
     proof = changed(purpose="evaluation", seeds=loaded.data.seeds * FEW_SEEDS)
     assert "warning" not in render(proof, None, "x").split("</style>")[1]
@@ -125,12 +125,12 @@ def test_warnings(html, loaded, changed, played):
 
 
 def test_intervals_of_a_fixed_trace_are_no_intervals(loaded):
-    assert "say nothing of other traffic" not in render(loaded, None, "x")
+    assert "do not cover other traffic" not in render(loaded, None, "x")
     rows = [list(row) for row in loaded.grid.cells]
     rows[1][0] = (rows[1][0][0],) * 3
     grid = dataclasses.replace(loaded.grid, cells=tuple(map(tuple, rows)))
     fixed = dataclasses.replace(loaded, grid=grid)
-    assert "say nothing of other traffic: scale-2." in Page(render(fixed, None, "x")).text
+    assert "do not cover other traffic: scale-2." in Page(render(fixed, None, "x")).text
 
 
 def test_without_replays(loaded):

@@ -1,4 +1,4 @@
-"""What a report is put together from; templates/ says how each looks."""
+"""Building blocks of a report; templates/ renders them."""
 
 from dataclasses import dataclass, field
 
@@ -18,7 +18,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Tabular:
-    """A table; with a summary it is folded until somebody wants to see it."""
+    """A table; with a summary it is collapsed."""
 
     table: Table
     summary: str = ""
@@ -46,7 +46,7 @@ class Cards:
 
 @dataclass(frozen=True)
 class Folded:
-    """Pictures that are folded until somebody wants to see them."""
+    """Collapsed pictures."""
 
     summary: str
     gallery: Gallery

@@ -1,4 +1,4 @@
-"""The pictures of a report, but for those over time."""
+"""Charts of a report, except timelines."""
 
 import re
 from collections.abc import Sequence
@@ -243,7 +243,7 @@ def over_size(results: Results) -> list[Figure]:
     scenarios = sizes(results)
     rows = [results.grid.scenarios.index(name) for _, name in scenarios]
     found = []
-    for metric, title in (("cost", "composite cost"), ("p99_ttft", "P99 TTFT")):
+    for metric, title in (("cost", "latency cost"), ("p99_ttft", "P99 TTFT")):
         curves = {}
         for policy in (results.subject, *results.look_aheads):
             others = [results.data.best_single] * len(results.grid.scenarios)

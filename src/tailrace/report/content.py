@@ -1,4 +1,4 @@
-"""What a report says, section by section; see templates/ for how it looks."""
+"""Content of a report, section by section; templates/ holds its appearance."""
 
 from collections.abc import Sequence
 
@@ -24,16 +24,16 @@ from tailrace.report.difference import differently
 from tailrace.report.tables import TIMES, Table, bounds_text, ratio_text
 from tailrace.view.objective import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
-#: Below so many seeds bootstrap intervals cover the truth clearly less often than they say.
+#: With fewer seeds, bootstrap intervals have clearly less than their nominal coverage.
 FEW_SEEDS = 10
 
 
 def content(results: Results, replays: Replays | None, method: Section) -> ReportContent:
-    """Put a report together; without replays it has no plots that need them."""
+    """Assemble a report; plots that need replays are omitted without them."""
     each = versus_each(results.grid, results.subject, results.best_of_each)
     lined = charts.has_front(results)
     sections = [
-        Section("headline", "Against the best there is", (Tabular(tables.headline(results)),)),
+        Section("headline", "Comparison with the best rules", (Tabular(tables.headline(results)),)),
         _scenarios(results, each),
         Section(
             "policies",
@@ -69,11 +69,11 @@ def content(results: Results, replays: Replays | None, method: Section) -> Repor
     sections += [
         Section(
             "fairness",
-            "Nobody left behind",
+            "Fairness and worst cases",
             (
                 Words(
-                    "Means and percentiles can hide one request that waits for ever, or one "
-                    "replica that does all the work."
+                    "Means and percentiles can hide a request that starves or a replica that does "
+                    "most of the work."
                 ),
                 Tabular(tables.fairness(results)),
             ),
@@ -134,7 +134,7 @@ def _tiles(results: Results, each: VersusBestOfEach) -> tuple[Tile, ...]:
         Tile(
             "scenarios with a lower cost than their best rule",
             f"{better} of {len(each.verdicts)}",
-            f"{sure} beyond doubt (Holm, 5%)",
+            f"{sure} statistically significant (Holm, 5%)",
             "better" if 2 * better > len(each.verdicts) else "even",
             "",
         )
@@ -147,7 +147,7 @@ def _tile(label: str, interval: Interval, *, more_is_better: bool) -> Tile:
     verdict = judged(interval, more_is_better=more_is_better)
     change = abs(interval.ratio - 1)
     way = "higher" if interval.ratio > 1 else "lower"
-    words = f"{100 * change:.1f}% {way}" if verdict != "even" else "no sure difference"
+    words = f"{100 * change:.1f}% {way}" if verdict != "even" else "no significant difference"
     return Tile(label, f"{ratio_text(interval.ratio)}{TIMES}", bounds, verdict, words)
 
 
@@ -178,24 +178,24 @@ def _sentences(results: Results, each: VersusBestOfEach) -> tuple[str, ...]:
 
 
 def _warnings(results: Results, replays: Replays | None) -> tuple[str, ...]:
-    found = []
+    found = list(results.data.notes)
     if results.data.purpose != "evaluation":
         found.append(
-            f"These figures are of {results.data.purpose} seeds: good for looking around, no proof."
+            f"Measured on {results.data.purpose} seeds: for exploration, not for conclusions."
         )
     if len(results.data.seeds) == 1:
-        found.append("One seed tells nothing of chance: there are no intervals.")
+        found.append("With one seed there are no confidence intervals.")
     elif len(results.data.seeds) < FEW_SEEDS:
         found.append(
-            f"{len(results.data.seeds)} seeds are few: bootstrap intervals come out too narrow; "
-            f"take {FEW_SEEDS} or more."
+            f"{len(results.data.seeds)} seeds are few: bootstrap intervals are too narrow; "
+            f"use {FEW_SEEDS} or more."
         )
     fixed = [name for name in results.grid.scenarios if _is_the_same_on_all_seeds(results, name)]
     if fixed:
         found.append(
-            f"The same requests on every seed, so intervals say nothing of other traffic: "
-            f"{', '.join(fixed)}. Recorded arrivals are like that; an arrival process "
-            '(arrivals = "gamma") makes new ones.'
+            f"Every seed has the same requests, so intervals do not cover other traffic: "
+            f"{', '.join(fixed)}. Recorded arrivals repeat; use an arrival process "
+            '(arrivals = "gamma" or "resampled") for new ones.'
         )
     if replays is not None and replays.unlike:
         some = ", ".join(replays.unlike[:3]) + (", …" if len(replays.unlike) > 3 else "")
@@ -232,10 +232,10 @@ def _scenarios(results: Results, each: VersusBestOfEach) -> Section:
     lead = (
         f"The best rule of each scenario was chosen among the rules that took part, on "
         f"{_count(len(results.data.selection_seeds), 'tuning seed')}, then both met the same "
-        f"requests. A hollow dot: the interval holds 1. That makes "
-        f"{_count(len(verdicts), 'comparison')}; p is adjusted for it (Holm), intervals are not: "
-        f"of {len(verdicts)} about "
-        f"{(1 - CONFIDENCE) * len(verdicts):.1f} miss the truth by chance.{few}"
+        f"requests. Hollow dots: the interval includes 1. With "
+        f"{_count(len(verdicts), 'comparison')}, p is adjusted (Holm) but intervals are not: about "
+        f"{(1 - CONFIDENCE) * len(verdicts):.1f} of {len(verdicts)} intervals miss the true value "
+        f"by chance.{few}"
     )
     table = tables.scenarios(each)
     return Section("scenarios", "Scenario by scenario", (Words(lead), Tabular(table)))
@@ -257,7 +257,9 @@ def _single_scenarios(results: Results) -> Section:
     blocks: list[Block] = []
     shipped = scenarios.names()
     for name in results.grid.scenarios:
-        about = scenarios.load(name).description if name in shipped else ""
+        about = str(results.data.scenarios.get(name, {}).get("description", ""))
+        if name in shipped:
+            about = scenarios.load(name).description
         blocks.append(Tabular(tables.one_scenario(results, name), name, about))
     return Section("details", "Every policy in every scenario", tuple(blocks))
 
@@ -297,7 +299,7 @@ def _played(results: Results, replays: Replays) -> list[Section]:
     found = [
         Section(
             "latencies",
-            "Every request: latency distributions",
+            "Latency distributions",
             (
                 Words(
                     f"Cumulative distributions over the requests of seed {seed}, after warm-up. "
@@ -312,14 +314,14 @@ def _played(results: Results, replays: Replays) -> list[Section]:
     curves = charts.over_load(results, replays)
     if curves:
         words = (
-            "The same traffic, thinner and denser, up to "
+            "The same traffic at other rates, up to "
             f"{_thousands(LOAD_REQUESTS)} requests at each load; means of "
             f"{_count(len(replays.load_seeds), 'seed')} ({spans(replays.load_seeds)}). "
             "Capacity is the throughput at saturation, measured with load_aware."
         )
         bare = _legend(results, "subject", "single", "reference")
         blocks = (Words(words), Gallery(tuple(curves), bare))
-        found.append(Section("load", "Over load: where the knee is", blocks))
+        found.append(Section("load", "Latency over load", blocks))
     return [*found, *_over_time(results, replays, legend)]
 
 
@@ -345,9 +347,13 @@ def _over_time(
         replicas = tuple(
             (f"replica-{i}", f"replica {i}, speed {r.speed:g}") for i, r in enumerate(kinds)
         )
-        blocks.append(Words(f"Share of the requests that each replica gets, in {scenario}:"))
+        blocks.append(Words(f"Share of requests per replica, in {scenario}:"))
         blocks.append(Gallery(tuple(timelines.shares(results, replays, scenario)), replicas))
-    return [Section("time", "Over time: bursts, failures, shares", tuple(blocks))] if blocks else []
+    return (
+        [Section("time", "Over time: bursts, failures, shares of replicas", tuple(blocks))]
+        if blocks
+        else []
+    )
 
 
 def _sizes(results: Results) -> list[Section]:
@@ -371,10 +377,10 @@ def method(
     commands: Sequence[str],
     made: Sequence[tuple[str, str]],
 ) -> Section:
-    """Say how all was done; ``made``: versions and machine, as (what, text)."""
+    """Describe the method; ``made``: versions and machine, as (what, text)."""
     data = results.data
     cost = (
-        f"Composite cost of a request: {E2E_WEIGHT:g} {TIMES} end to end + {TTFT_WEIGHT:g} {TIMES} "
+        f"Latency cost of a request: {E2E_WEIGHT:g} {TIMES} end to end + {TTFT_WEIGHT:g} {TIMES} "
         f"TTFT + {LATE_WEIGHT:g} {TIMES} max(0, TTFT - its target), in seconds, and "
         f"{LOST_COST_S:g} more if it is lost. TTFT is the time to first token."
     )
@@ -390,8 +396,8 @@ def method(
         f"rule of each scenario were chosen on the tuning seeds {spans(data.selection_seeds)}. "
         f"Training, tuning and evaluation seeds are disjoint. The first "
         f"{100 * data.warmup_fraction:g}% of the requests are left out; every run goes on until "
-        "its last request has ended. Look-aheads simulate the future: they are references and "
-        "never count as rules."
+        "its last request has ended. Look-aheads simulate the future: they are shown as bounds and "
+        "never selected as rules."
     )
     again = "Plots that need single requests were left out (--quick)."
     if replays is not None:
@@ -404,7 +410,7 @@ def method(
     rows = tuple(tables.Row(tables.plain(*row)) for row in made)
     table = Table("Versions and machine", ("what", "which"), rows, frozenset({0, 1}))
     blocks: list[Block] = [Words(text) for text in (cost, chosen, pairs, again)]
-    blocks += [Words("To make this again:"), Commands(tuple(commands)), Tabular(table)]
+    blocks += [Words("To reproduce this report:"), Commands(tuple(commands)), Tabular(table)]
     return Section("method", "How it was measured", tuple(blocks))
 
 

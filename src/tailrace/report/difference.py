@@ -14,7 +14,7 @@ _TITLE = "What it does differently"
 
 
 def differently(results: Results, replays: Replays) -> list[Section]:
-    """Say how often, in which states and why the subject's choices are not the best rule's."""
+    """Return how often, in which states and why the subject deviates from the best rule."""
     rule, subject = results.data.best_single, results.subject
     if rule == subject or not replays.runs:
         return []

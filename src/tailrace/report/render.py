@@ -1,4 +1,4 @@
-"""From what a report says to one file: HTML that needs nothing else, or Markdown."""
+"""Renders a report as one self-contained HTML file, or as Markdown."""
 
 import os
 import platform
@@ -15,6 +15,7 @@ from tailrace.evaluate.judge.baselines import members
 from tailrace.evaluate.judge.replays import Replays
 from tailrace.evaluate.judge.results import scenario_file
 from tailrace.evaluate.judge.results_folder import Results
+from tailrace.evaluate.judge.suite import load_suite, suite_names
 from tailrace.evaluate.measure.cells import source_digest
 from tailrace.evaluate.measure.contender import Role
 from tailrace.report.blocks import ReportContent
@@ -70,6 +71,8 @@ def evaluate_command(results: Results) -> str:
             words += ["--scenario", str(file) if file.is_file() else name]
     else:
         words += ["--suite", data.suite]
+        if data.suite in suite_names() and load_suite(data.suite).is_recorded:
+            words += ["--traces", "FOLDER"]
     subjects = [s.spec for s in data.policies if s.role is Role.SUBJECT or s.policy == data.subject]
     words += [w for spec in subjects for w in ("-p", spec)]
     words += [w for group in _against(results) for w in ("--against", group)]

@@ -27,7 +27,7 @@ HEADLINE = (
     ("p99_ttft", "P99 TTFT"),
     ("mean_e2e", "mean end to end"),
     ("throughput", "throughput"),
-    ("cost", "composite cost"),
+    ("cost", "latency cost"),
 )
 UNKNOWN = DASH = "\u2013"
 TIMES = "\u00d7"
@@ -98,7 +98,7 @@ def share_text(share: float, decimals: int = 1) -> str:
 
 
 def headline(results: Results) -> Table:
-    """The subject against everybody who matters; geometric means over scenarios."""
+    """The policy under test against the best rules and look-aheads."""
     grid, data, subject = results.grid, results.data, results.subject
     every = len(grid.scenarios)
     baselines: list[tuple[str, str, Sequence[str]]] = [
@@ -106,7 +106,7 @@ def headline(results: Results) -> Table:
     ]
     if data.best_hand_made != data.best_single:
         name = data.best_hand_made
-        baselines.append((f"best hand-made rule: {name}", name, [name] * every))
+        baselines.append((f"best hand-written rule: {name}", name, [name] * every))
     baselines.append(("best rule of each scenario", "", results.best_of_each))
     baselines += [(f"look-ahead: {name}", name, [name] * every) for name in results.look_aheads]
     rows = []
@@ -117,7 +117,7 @@ def headline(results: Results) -> Table:
         rows.append(Row((TableCell(label), *map(ratio_cell, ratios))))
     heads = (f"{subject} against", *(title for _, title in HEADLINE))
     return Table(
-        "Ratios of the policy under test to others: below 1 is better, but for throughput. "
+        "Ratios of the policy under test to others: below 1 is better, except throughput. "
         "Geometric means over scenarios, with 95% intervals.",
         heads,
         tuple(rows),
@@ -164,7 +164,7 @@ def weightings(results: Results) -> Table:
     heads = [part for w in WEIGHTINGS for part in (w.title, "rank")]
     meanings = "; ".join(f"{w.title}: {w.meaning}" for w in WEIGHTINGS)
     return Table(
-        f"Scores and ranks: {meanings}. Lower is better, but for goodput. The reference is "
+        f"Scores and ranks: {meanings}. Lower is better, except goodput. The reference is "
         f"{results.data.reference}.",
         ("policy", "rank by cost", *heads),
         tuple(rows),
@@ -201,7 +201,7 @@ def scenarios(each: VersusBestOfEach) -> Table:
         )
         rows.append(Row(cells))
     return Table(
-        "Ratios to the best rule of each scenario: below 1 is better, but for throughput. 95% "
+        "Ratios to the best rule of each scenario: below 1 is better, except throughput. 95% "
         "intervals, not adjusted; p is, for the number of scenarios.",
         ("scenario", "best rule", "cost ratio", "", "p (Holm)", "P99 TTFT ratio",
          "mean end to end ratio", "throughput ratio"),
@@ -243,7 +243,7 @@ def scale_axis(scale: Scale, width: int = 170) -> Markup:
 
 
 def one_scenario(results: Results, scenario: str) -> Table:
-    """Every policy in one scenario, the cheapest first."""
+    """Every policy in one scenario, lowest cost first."""
     grid, data = results.grid, results.data
     index = grid.scenarios.index(scenario)
     rows = []
@@ -278,7 +278,7 @@ def one_scenario(results: Results, scenario: str) -> Table:
 
 
 def fairness(results: Results) -> Table:
-    """Starvation and fairness: what means hide, of the subject and of the best single rule."""
+    """Starvation and fairness of the policy under test and of the best single rule."""
     rows = [
         _fair(scenario, name, results.cells(scenario, name), results.subject)
         for scenario in results.grid.scenarios

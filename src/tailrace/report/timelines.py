@@ -1,4 +1,4 @@
-"""Pictures of runs over time: around a burst and a failure, and who gets how much."""
+"""Timelines: queues around a burst and a failure, and shares of replicas."""
 
 from dataclasses import dataclass
 

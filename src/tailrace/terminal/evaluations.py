@@ -44,14 +44,14 @@ def _print_headline(console: Console, subject: Standing, each: VersusBestOfEach)
         ("P99 TTFT", versus.p99_ttft),
         ("mean end to end", versus.mean_e2e),
         ("throughput", versus.throughput),
-        ("composite cost", versus.cost),
+        ("latency cost", versus.cost),
     ):
         console.print(Text(f"  {label:16} {_ratio(ratio)}x  {_bounds(ratio)}"))
     console.print(Text("and against the best rule of each scenario", style="bold"))
     console.print(
         Text(
-            f"  cheaper in {percent(each.share_better)} of the scenarios "
-            f"({percent(each.share_surely_better)} beyond doubt), "
+            f"  lower cost in {percent(each.share_better)} of the scenarios "
+            f"({percent(each.share_surely_better)} statistically significant), "
             f"at worst {_ratio(worst.cost)}x ({worst.scenario})"
         )
     )

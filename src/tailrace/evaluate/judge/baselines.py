@@ -1,4 +1,4 @@
-"""Who takes part in an evaluation: the policies under test and those they are held against."""
+"""The policies of an evaluation: those under test and the baselines."""
 
 import hashlib
 import importlib.util
@@ -16,12 +16,12 @@ from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.checkpoint import SHIPPED, SUFFIX
 from tailrace.policy.learned.policy import LearnedPolicy
 
-#: Everybody's costs are given as multiples of this rule's.
+#: Costs are given relative to this rule.
 REFERENCE = "least_outstanding"
 
 
 def contender(name: str, scenario: Scenario, role: Role | None = None) -> Contender:
-    """Return the contender of a name; raises if there is none or it cannot run the scenario."""
+    """Return a policy as a contender; raises if it does not exist or cannot run the scenario."""
     spec, natural = _resolve(name)
     policy_for(scenario, spec)
     base, suffix = registry.split_order(name)
@@ -30,7 +30,7 @@ def contender(name: str, scenario: Scenario, role: Role | None = None) -> Conten
 
 
 def _resolve(name: str) -> tuple[str, Role]:
-    """What the registry knows a name by, and its part in an evaluation if none is given."""
+    """Return the registry name of a policy and its default role in an evaluation."""
     base, suffix = registry.split_order(name)
     if suffix:
         spec, role = _resolve(base)
@@ -52,7 +52,7 @@ def _resolve(name: str) -> tuple[str, Role]:
 
 
 def fingerprint(spec: str, scenario: Scenario) -> str:
-    """Return a digest of all a policy decides by: constants, weights, or the text of its file."""
+    """Return a digest of a policy's constants, weights or source file."""
     policy = policy_for(scenario, spec)
     base, _ = registry.split_order(spec)
     if policy.order is not None:
@@ -67,7 +67,7 @@ def fingerprint(spec: str, scenario: Scenario) -> str:
 
 
 def _source(spec: str) -> Path | None:
-    """The file behind a policy; None if it has none that we can find."""
+    """Return the file that defines a policy; None if there is none."""
     if spec == registry.SHIPPED_NAME:
         return SHIPPED
     if spec in shipped.LEARNING:
@@ -81,13 +81,13 @@ def _source(spec: str) -> Path | None:
 
 
 GROUPS = ("all", "rules", "tuned", "learned", "look-ahead", "none")
-#: The best rules of the shipped suites, as an evaluation of all baselines has chosen them: suite ->
+#: The best rules of the shipped suites, chosen by an evaluation of all baselines: suite ->
 #: {"best_single": policy, "best_of_each": {scenario: policy}}.
 BEST_FILE = SHIPPED.parents[1] / "suites" / "best.json"
 
 
 def recorded_best(scenario_names: Sequence[str]) -> list[str] | None:
-    """Return the rules to beat in some scenarios; None if one of them is in no record."""
+    """Return the recorded best rules of some scenarios; None if one has no record."""
     if not BEST_FILE.is_file():
         return None
     names: list[str] = []
@@ -110,12 +110,12 @@ def record_best(suite: str, best_single: str, best_of_each: dict[str, str]) -> N
 
 
 def baselines_of(names: Sequence[str], scenario: Scenario) -> list[Contender]:
-    """Return the baselines of names and groups (GROUPS); the reference rule is always there."""
+    """Return the baselines for names and groups (GROUPS); always includes the reference rule."""
     wanted: list[str] = [REFERENCE]
     for name in names:
         wanted += members(name) if name in GROUPS else [name]
     found = [contender(name, scenario) for name in dict.fromkeys(wanted)]
-    # A policy of the user's own named as a baseline is one.
+    # A custom policy that was named as a baseline counts as a rule.
     return [
         Contender(c.label, c.spec, Role.RULE, c.fingerprint) if c.role is Role.SUBJECT else c
         for c in found
@@ -136,12 +136,12 @@ def members(group: str) -> list[str]:
 
 
 def subjects(names: Sequence[str], scenario: Scenario) -> list[Contender]:
-    """Return the policies under test; none given: the one that comes with the package, if any."""
+    """Return the policies under test; default: the shipped one, if it is installed."""
     if not names and SHIPPED.is_file():
         names = (registry.SHIPPED_NAME,)
     found = [contender(name, scenario) for name in dict.fromkeys(names)]
     labels = [c.label for c in found]
-    # Two files of the same name: the whole path tells them apart.
+    # Files of the same name are labelled with their full paths.
     return [
         c if labels.count(c.label) == 1 else Contender(c.spec, c.spec, c.role, c.fingerprint)
         for c in found
@@ -149,12 +149,12 @@ def subjects(names: Sequence[str], scenario: Scenario) -> list[Contender]:
 
 
 def gathered(tested: Sequence[Contender], held_against: Sequence[Contender]) -> list[Contender]:
-    """Put both together, each once; those under test come first, so that mistakes show early."""
+    """Merge both lists without duplicates; policies under test run first, so errors show early."""
     by_label = {c.label: c for c in tested}
     for c in held_against:
         if by_label.setdefault(c.label, c).fingerprint != c.fingerprint:
             raise TailraceError(
                 f"two different policies are called '{c.label}'; rename the file of one of them"
             )
-        by_label[c.label] = c  # a rule under test stays a rule to be beaten
+        by_label[c.label] = c  # a rule under test also remains a baseline
     return list(by_label.values())

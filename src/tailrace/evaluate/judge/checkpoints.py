@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: a better policy may have been trained away."""
+"""Checkpoints of a training run as contenders: the last one need not be the best."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ CHECKPOINTS, BEST, SETTINGS = "checkpoints", f"best{SUFFIX}", "settings.json"
 
 
 def run_scenarios(run: Path) -> list[str]:
-    """Return the names of the scenarios a run is judged on."""
+    """Return the names of the scenarios on which a run is evaluated."""
     path = run / SETTINGS
     if not run.is_dir():
         raise TailraceError(f"there is no training run {run}; name the folder of `tailrace train`")
@@ -35,9 +35,9 @@ def run_scenarios(run: Path) -> list[str]:
 
 
 def run_checkpoints(run: Path, scenario: Scenario) -> list[Contender]:
-    """Return all checkpoints of a run in the order of training; the best comes under its own name.
+    """Return all checkpoints of a run in training order; the best is labelled as such.
 
-    Files of equal content take part once.
+    Files with equal content are included once.
     """
     paths = sorted((run / CHECKPOINTS).glob(f"*{SUFFIX}"))
     best = run / BEST

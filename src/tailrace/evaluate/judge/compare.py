@@ -1,4 +1,4 @@
-"""Many policies on identical arrivals, over several seeds, ranked with confidence intervals."""
+"""Policies on identical arrivals over several seeds, ranked with confidence intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -30,7 +30,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All policies on the same traffic, the cheapest first."""
+    """All policies on the same traffic, lowest cost first."""
 
     scenario: Scenario
     rate_rps: float | None  #: offered; None: the traffic's own pace
@@ -51,7 +51,7 @@ class ComparisonTask:
 
 
 def simulated(task: ComparisonTask) -> Summary:
-    """Play a task in the simulator."""
+    """Run a task in the simulator."""
     return summarise(run(task.scenario, task.policy, task.rate, task.seed), task.warmup)
 
 
@@ -66,11 +66,11 @@ def compare(
     warmup_fraction: float = 0.0,
     play: Callable[[ComparisonTask], Summary] = simulated,
 ) -> Comparison:
-    """Run every policy on every seed and rank them by composite cost.
+    """Run every policy on every seed and rank them by latency cost.
 
     ``jobs`` processes work side by side (default: one per core); ``progress`` gets how many runs
-    are done. The reference joins the policies if it is not among them. ``play`` is the engine, if
-    not the simulator.
+    are done. The reference is added if it is missing. ``play`` runs a task, by default in the
+    simulator.
     """
     wanted = list(dict.fromkeys([*policies, reference]))
     for name in wanted:
@@ -98,7 +98,7 @@ def compare(
 
 
 def averaged(runs: Sequence[Summary]) -> Summary:
-    """Merge summaries of several seeds: counts add up, all else is the mean of what is known."""
+    """Merge summaries of several seeds: counts add up, the rest is averaged."""
     return Summary(**{f.name: _merge([getattr(r, f.name) for r in runs]) for f in fields(Summary)})
 
 

@@ -1,7 +1,7 @@
-"""Runs played again for the plots: what means and percentiles of a results file cannot show.
+"""Cells simulated again for plots that need single requests.
 
-Every replay is of a cell of the results, so its cost is known: one that comes out otherwise was
-made with another policy or simulator, and is counted.
+The cost of each replay is compared with the results file. Differences mean that the policy or the
+simulator has changed since; they are counted and reported.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -80,7 +80,7 @@ class LoadPoint:
 
 @dataclass(frozen=True)
 class Replays:
-    """All that was played for a report."""
+    """All replays of a report."""
 
     runs: tuple[Replay, ...]
     loads: tuple[LoadPoint, ...]
@@ -105,7 +105,7 @@ Found = Replay | LoadPoint | Decisions
 
 
 def work(task: ReplayTask) -> list[Found]:
-    """Do a task, in any process."""
+    """Run a task; called in worker processes."""
     if task.question is not None:
         return [decisions(task.question)]
     found: list[Found] = []
@@ -123,7 +123,7 @@ def work(task: ReplayTask) -> list[Found]:
 
 
 def tasks_of(results: Results) -> list[ReplayTask]:
-    """Return what has to be played for the plots; raises if a policy is not there any more."""
+    """Return the replays that the plots need; raises if a policy no longer exists."""
     there = [s for s in map(results.scenario, results.grid.scenarios) if s is not None]
     check_policies(results, there)
     return [*_runs(results, there), *_questions(results, there), *_loads(results, there)]
@@ -135,7 +135,7 @@ def play(
     jobs: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Replays:
-    """Play what the plots need; ``progress`` gets how many tasks are done."""
+    """Run replays; ``progress`` gets the number of finished tasks."""
     found: list[Found] = []
     with WorkerPool(jobs) as pool:
         for done, (_, part) in enumerate(pool.run(work, tasks), start=1):
@@ -155,7 +155,7 @@ def play(
 
 
 def shown(results: Results, scenario: str) -> dict[str, str]:
-    """Return the policies a plot of a scenario shows: name -> what it is there for."""
+    """Return the policies shown in a scenario's plots: name -> role."""
     parts = (
         (results.subject, "subject"),
         (results.data.best_single, "single"),
@@ -170,7 +170,7 @@ def shown(results: Results, scenario: str) -> dict[str, str]:
 
 
 def check_policies(results: Results, there: Sequence[Scenario]) -> None:
-    """Raise before any work is done if a policy is not there any more."""
+    """Raise if a policy no longer exists, before any work is done."""
     needed = {name: scenario for scenario in there for name in shown(results, scenario.name)}
     for name in needed:
         spec = results.standing[name].spec
@@ -228,7 +228,7 @@ def _questions(results: Results, there: Sequence[Scenario]) -> Iterator[ReplayTa
 
 
 def can_decide_aside(spec: str) -> bool:
-    """Whether a policy needs nothing but the view, so that it can decide without routing."""
+    """Whether a policy depends on the view only, so that it can decide without routing."""
     policy = registry.get(spec)
     return isinstance(policy, BuiltinPolicy) and not policy.rule.in_engine
 

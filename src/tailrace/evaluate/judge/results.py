@@ -1,7 +1,7 @@
-"""The files of an evaluation: all cells as Parquet, and what they say as JSON.
+"""Result files of an evaluation: all cells as Parquet, their comparison as JSON.
 
-:class:`ResultsFile` is the schema of ``results.json``, for writing and for reading. Written files
-give every key; reading passes over keys it does not know.
+:class:`ResultsFile` is the schema of ``results.json`` for writing and reading. All keys are
+written; unknown keys are ignored when reading.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from tailrace.files import atomic_path, dumps, plain, write_text
 from tailrace.seeds import purpose_of
 
 PARQUET, JSON = "results.parquet", "results.json"
-#: Significant digits of the JSON file; more would not repeat on another machine.
+#: Significant digits in the JSON file; more would not be reproducible across machines.
 DIGITS, CELL_DIGITS = 6, 4
 #: Lists of the JSON file that are written one row per line, after all else.
 _LISTS = ("policies", "cells")
@@ -43,13 +43,13 @@ _RATIOS = ("cost", "p99_ttft", "mean_e2e", "throughput")
 
 
 class _Part(BaseModel):
-    """Part of the file. A number is null where no request shows it."""
+    """Part of the file. Undefined numbers are null."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Versus(_Part):
-    """Ratios of a policy's metrics to those of another one; below 1 is better, but throughput."""
+    """Ratios of a policy's metrics to another policy's; below 1 is better, except throughput."""
 
     policy: str
     """The other policy."""
@@ -208,7 +208,7 @@ def scenario_file(folder: Path, name: str) -> Path:
 
 
 def as_text(results: ResultsFile) -> str:
-    """Return the JSON text, one line per policy and cell: small, and differences show."""
+    """Return the JSON text with one line per policy and cell, which keeps it small and diffable."""
     data = plain(results.model_dump(mode="json"))
     rounded = {
         name: value
@@ -235,7 +235,7 @@ def _rounded(value: Any, digits: int) -> Any:
 
 
 def results_of(found: Evaluation) -> ResultsFile:
-    """Return what the JSON file says of an evaluation."""
+    """Return the contents of the JSON file."""
     plan, subject = found.plan, found.subject
     hand_made, each = found.versus_hand_made, found.versus_each
     placed = placings(found.grid, REFERENCE)
@@ -324,7 +324,7 @@ def _cell_means(found: Evaluation) -> list[CellMeans]:
 
 @dataclasses.dataclass(frozen=True)
 class MergedExtremes(Extremes):
-    """The extremes of several seeds: the worst is the worst, rates are means."""
+    """Extremes over several seeds: the worst of each, and the mean of rates."""
 
     alarms: int  #: seeds on which the queue grew without bound
 
@@ -358,7 +358,7 @@ def table(found: Evaluation) -> pa.Table:
     """Return one row per cell, those of the selection included: scenario, policy, seed, metrics."""
     contenders = {c.label: c for c in found.plan.contenders}
     measured = [cell for row in found.grid.cells for cells in row for cell in cells]
-    # Cells come in as worker processes finish them; the file is the same however many there were.
+    # Cells arrive in completion order; sort them so that the file does not depend on it.
     selection = sorted(found.selection, key=lambda cell: (cell.scenario, cell.policy, cell.seed))
     rows = []
     for cell in (*measured, *selection):

@@ -32,7 +32,7 @@ SAME = 1e-4
 
 @dataclass(frozen=True)
 class Results:
-    """An evaluation as its results folder has it."""
+    """An evaluation read from its results folder."""
 
     folder: Path
     data: ResultsFile
@@ -69,6 +69,9 @@ class Results:
         """Return a scenario as it was played; None if its settings are not known here."""
         if name in self.data.scenarios:
             found = scenarios.build({"name": name, **self.data.scenarios[name]})
+            workload = found.workload.name
+            if scenarios.is_request_file(workload) and not Path(workload).is_file():
+                return None
         elif name in scenarios.names():
             found = scenarios.load(name)
         else:
@@ -77,7 +80,7 @@ class Results:
 
 
 def load(folder: Path, policy: str | None = None) -> Results:
-    """Read a results folder; ``policy`` is what the report is about instead of the one under test.
+    """Read a results folder; ``policy`` replaces the policy under test as the report's subject.
 
     Raises if it is none, if a file is damaged, or if its files are of different evaluations.
     """

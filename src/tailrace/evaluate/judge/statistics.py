@@ -1,8 +1,8 @@
-"""Honest comparisons of an evaluation: pairs, bootstrap over seeds, many comparisons counted.
+"""Paired comparisons of policies: bootstrap over seeds, sign-flip tests, Holm's adjustment.
 
-Metrics stand in an array [S, P, K]: scenarios, policies, seeds. All policies of a scenario and a
-seed met the same requests, so seeds are drawn for all of them together. Scenarios have traffic of
-their own, so seeds are drawn for each of them by itself.
+Metrics are arrays [S, P, K]: scenarios, policies, seeds. All policies of a scenario and seed serve
+the same requests, so bootstrap draws of seeds are shared by policies. Scenarios have independent
+traffic, so each has its own draws.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,10 @@ from tailrace.evaluate.measure.cells import Cell
 from tailrace.seeds import generator
 
 Array = NDArray[np.float64]
-#: Flips of sign in the paired test: the least p-value is one over this.
+#: Random sign flips of the paired test; its smallest p-value is about one over this.
 FLIPS = 9999
 
-#: Metrics that ratios are made of.
+#: Metrics for which ratios are reported.
 METRICS: dict[str, Callable[[Cell], float | None]] = {
     "cost": lambda c: c.summary.cost_s,
     "p99_ttft": lambda c: c.summary.ttft_s.p99,
@@ -34,7 +34,7 @@ METRICS: dict[str, Callable[[Cell], float | None]] = {
 
 @dataclass(frozen=True)
 class Grid:
-    """Cells of everybody on all seeds of all scenarios."""
+    """Cells of all policies on all seeds of all scenarios."""
 
     scenarios: tuple[str, ...]
     policies: tuple[str, ...]
@@ -49,7 +49,7 @@ class Grid:
         policies: Sequence[str],
         seeds: Sequence[int],
     ) -> "Grid":
-        """Sort cells into a grid; others among them are left out."""
+        """Arrange cells in a grid; cells of other scenarios, policies or seeds are ignored."""
         found = {(c.scenario, c.policy, c.seed): c for c in cells}
         return cls(
             tuple(scenarios),
@@ -59,9 +59,9 @@ class Grid:
         )
 
     def values(self, metric: str) -> Array:
-        """Return a metric of every cell [S, P, K]; NaN where no request shows it, or if it is 0.
+        """Return a metric of every cell [S, P, K]; NaN where it is undefined or 0.
 
-        A ratio with such a cell in it is NaN as well: it is never left out in silence.
+        Ratios that involve such a cell are NaN as well, rather than silently leaving it out.
         """
         return self._values[metric]
 
@@ -76,7 +76,7 @@ class Grid:
 
     @cached_property
     def draws(self) -> Array:
-        """How often each seed was drawn / seeds, [S, samples, K]."""
+        """Bootstrap weights of the seeds [S, samples, K]; they sum to 1."""
         k = len(self.seeds)
         even = np.full(k, 1 / k)
         return np.stack(
@@ -87,7 +87,7 @@ class Grid:
         )
 
     def ratios(self, metric: str, policy: str, others: Sequence[str]) -> "Ratios":
-        """Set a policy's mean over seeds against that of another one in each scenario [S]."""
+        """Return the ratios of a policy's mean over seeds to another policy's, per scenario [S]."""
         values = self.values(metric)
         mine = values[:, self.policies.index(policy)]
         rows = np.arange(len(self.scenarios))
@@ -100,7 +100,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Ratios:
-    """One metric of a policy against that of another one, in every scenario."""
+    """Ratios of one metric between two policies, per scenario."""
 
     ratios: Array  #: [S] of the means over seeds
     drawn: Array | None  #: [S, samples] of the same over seeds drawn at random; None: one seed
@@ -111,7 +111,7 @@ class Ratios:
         return [_interval(r, d) for r, d in zip(self.ratios, drawn, strict=True)]
 
     def geometric_mean(self) -> Interval:
-        """Return the geometric mean over scenarios; scenarios are given, seeds vary."""
+        """Return the geometric mean over scenarios; only seeds are resampled, not scenarios."""
         drawn = None if self.drawn is None else np.exp(np.log(self.drawn).mean(axis=0))
         return _interval(np.exp(np.log(self.ratios).mean()), drawn)
 
@@ -145,8 +145,8 @@ def best_of_each(grid: Grid, candidates: Sequence[str]) -> list[str]:
 def sign_flip_p(differences: Array) -> float:
     """Return the two-sided p-value of paired differences [K] being symmetric around zero.
 
-    If neither policy were better, each difference could as well have the other sign. All 2^K ways
-    are tried, or FLIPS random ones if there are more.
+    If neither policy were better, either sign of each difference would be equally likely. All 2^K
+    sign patterns are tried, or FLIPS random ones if there are more.
     """
     if not np.any(differences):
         return 1.0
@@ -162,7 +162,7 @@ def sign_flip_p(differences: Array) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values: below 0.05 they hold together with 95 % confidence."""
+    """Return Holm-adjusted p-values: those below 0.05 hold jointly with 95 % confidence."""
     p = np.asarray(p_values, np.float64)
     order = np.argsort(p, kind="stable")
     raised = np.minimum(1.0, p[order] * (len(p) - np.arange(len(p))))
@@ -181,7 +181,7 @@ class Verdict:
     p99_ttft: Interval
     mean_e2e: Interval
     throughput: Interval
-    p_value: float  #: of the costs' difference, paired by seeds
+    p_value: float  #: of the difference in cost, paired by seeds
     p_holm: float  #: the same, adjusted for the number of scenarios
 
 
@@ -198,18 +198,18 @@ class VersusBestSingle:
 
 @dataclass(frozen=True)
 class VersusBestOfEach:
-    """A policy against the best rule of each scenario, by composite cost."""
+    """A policy against the best rule of each scenario, by latency cost."""
 
     verdicts: tuple[Verdict, ...]
 
     @property
     def share_better(self) -> float:
-        """Share of scenarios in which it is cheaper."""
+        """Share of scenarios in which its cost is lower."""
         return float(np.mean([v.cost.ratio < 1 for v in self.verdicts]))
 
     @property
     def share_surely_better(self) -> float:
-        """The same, where it can be no accident of the seeds (Holm, 5 %)."""
+        """Share of scenarios in which its cost is significantly lower (Holm, 5 %)."""
         return float(np.mean([v.cost.ratio < 1 and v.p_holm < 0.05 for v in self.verdicts]))
 
     @property
@@ -219,7 +219,7 @@ class VersusBestOfEach:
 
 
 def versus_single(grid: Grid, policy: str, baseline: str) -> VersusBestSingle:
-    """Set a policy against one rule over all scenarios."""
+    """Compare a policy with one rule over all scenarios."""
     others = [baseline] * len(grid.scenarios)
 
     def mean(metric: str) -> Interval:
@@ -231,7 +231,7 @@ def versus_single(grid: Grid, policy: str, baseline: str) -> VersusBestSingle:
 
 
 def versus_each(grid: Grid, policy: str, baselines: Sequence[str]) -> VersusBestOfEach:
-    """Set a policy against the best rule of each scenario."""
+    """Compare a policy with the best rule of each scenario."""
 
     def each(metric: str) -> list[Interval]:
         return grid.ratios(metric, policy, baselines).each()

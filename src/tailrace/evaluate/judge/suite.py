@@ -1,8 +1,8 @@
-"""Evaluations: policies x scenarios x seeds on identical arrivals, and what follows from them.
+"""Evaluations: policies x scenarios x seeds on identical arrivals, and their comparison.
 
-The best single rule and the best rule of each scenario are chosen on tuning seeds of their own.
-Then everybody is measured on other seeds, by default on evaluation seeds, which nothing was chosen,
-tuned or trained on.
+The best single rule and the best rule of each scenario are selected on reserved tuning seeds. All
+policies are then measured on other seeds, by default evaluation seeds, on which nothing was
+selected, tuned or trained.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +38,8 @@ from tailrace.saturation import resolve_rate, with_capacity
 from tailrace.seeds import Purpose, purpose_of, require, seeds
 
 SUITES = Path(__file__).parents[2] / "suites"
-#: Tuning seeds are handed out in blocks, so that what one of them chose is judged by another:
-#: constants are tuned on the first, rules selected on the second, checkpoints ranked on the third.
+#: Tuning seeds come in disjoint blocks: constants are tuned on the first, rules selected on the
+#: second, checkpoints ranked on the third.
 TUNE_FROM, SELECT_FROM, RANK_FROM = 10_000, 20_000, 30_000
 
 
@@ -105,7 +105,7 @@ def load_scenarios(names: Sequence[str], requests: int | None = None) -> list[Sc
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """An evaluation to be done."""
+    """What an evaluation runs."""
 
     suite: str  #: its name, or "custom"
     scenarios: tuple[Scenario, ...]
@@ -137,7 +137,7 @@ class EvaluationPlan:
 
     @property
     def batches(self) -> tuple[CellBatch, ...]:
-        """All cells it takes: everybody on its seeds, candidates on those of the selection."""
+        """All cells: every policy on the seeds, selectable rules on the selection seeds."""
         candidates = tuple(c for c in self.contenders if c.is_candidate)
         chosen_on = self.selection_scenarios or self.scenarios
         return (
@@ -154,7 +154,7 @@ class EvaluationPlan:
 
 
 def evaluation_seeds(count: int, first: int = 0) -> tuple[int, ...]:
-    """Return seeds that nothing was ever chosen on, from the ``first``-th on."""
+    """Return evaluation seeds, starting with the ``first``-th."""
     return tuple(seeds(Purpose.EVALUATION, count, first))
 
 
@@ -179,7 +179,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found."""
+    """The outcome of an evaluation."""
 
     plan: EvaluationPlan
     grid: Grid  #: on its seeds
@@ -206,9 +206,9 @@ def evaluate(
     progress: Callable[[int, int], None] = lambda *_: None,
     player: Player = simulator,
 ) -> Evaluation:
-    """Do an evaluation; its cells are kept in ``folder`` and used again.
+    """Run an evaluation; finished cells are stored in ``folder`` and reused.
 
-    ``progress`` gets how many cells are there, and how many of them were there before.
+    ``progress`` gets the number of finished cells, and how many of them were reused.
     """
     names = [s.name for s in plan.scenarios]
     cells = gather(plan.batches, plan.measure, folder, jobs=jobs, progress=progress, player=player)
@@ -241,7 +241,7 @@ def evaluate(
 def without_what_cannot_run(
     contenders: Sequence[Contender], all_scenarios: Sequence[Scenario]
 ) -> tuple[list[Contender], list[str]]:
-    """Split off look-aheads where a scenario needs the reference engine, which has none."""
+    """Separate look-aheads if a scenario needs the reference engine, which lacks them."""
     from tailrace.sim.simulator import uses_reference
 
     if not any(uses_reference(s.cluster, s.engine) for s in all_scenarios):

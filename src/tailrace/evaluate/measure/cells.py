@@ -1,8 +1,7 @@
 """Cells of an evaluation: one policy on the traffic of one scenario and seed, each in its own file.
 
-A cell's file is named by a digest of everything its metrics depend on, sources included. So an
-interrupted evaluation goes on where it stopped, and one with other settings never picks up metrics
-that are not its own.
+A cell's file name contains a digest of everything its metrics depend on, including source code. An
+interrupted evaluation resumes from its cells, and other settings never reuse them.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from tailrace.files import dumps, plain, write_text
 from tailrace.parallel import WorkerPool
 from tailrace.sim.result import SimResult
 
-#: Policies that one task runs on the same traffic: made once for them, and progress shows.
+#: Policies per task: they share the generated traffic, and progress stays visible.
 POLICIES_PER_TASK = 8
 _PACKAGE = Path(__file__).parents[2]
 #: Sources on which metrics depend.
@@ -59,14 +58,14 @@ _CELL = TypeAdapter(Cell)
 
 @dataclass(frozen=True)
 class Traffic:
-    """Identical arrivals for everybody: a scenario at a rate (None: own pace) and a seed."""
+    """Arrivals shared by all policies: a scenario, its rate (None: as recorded) and a seed."""
 
     scenario: Scenario
     rate_rps: float | None
     seed: int
 
 
-#: Plays traffic with a policy given by its spec. Another engine is another player.
+#: Runs traffic under a policy, given by its spec, on some engine.
 Player = Callable[[Traffic, str], SimResult]
 
 
@@ -82,7 +81,7 @@ class CellTask:
 
 
 def simulator(traffic: Traffic, spec: str) -> SimResult:
-    """Play traffic in the simulator."""
+    """Run traffic in the simulator."""
     return run(traffic.scenario, spec, traffic.rate_rps, traffic.seed)
 
 
@@ -122,7 +121,7 @@ def _file_digest(workload: str) -> str | None:
 
 
 def work(task: CellTask) -> list[Cell]:
-    """Do a task; each cell is in its file as soon as it is done."""
+    """Run a task; each cell is stored as soon as it is finished."""
     done = []
     for contender in task.contenders:
         cell = measured(task, contender)
@@ -134,7 +133,7 @@ def work(task: CellTask) -> list[Cell]:
 
 
 def measured(task: CellTask, contender: Contender) -> Cell:
-    """Play a cell and return its metrics."""
+    """Run a cell and return its metrics."""
     traffic, measure = task.traffic, task.measure
     try:
         result = task.player(traffic, contender.spec)
@@ -152,7 +151,7 @@ def measured(task: CellTask, contender: Contender) -> Cell:
 
 
 def read_cell(path: Path, contender: Contender, traffic: Traffic) -> Cell | None:
-    """Return a cell from its file under its present names; None if there is no whole one."""
+    """Read a stored cell under its current names; None if it is missing or damaged."""
     try:
         cell = _CELL.validate_json(path.read_bytes())
     except (OSError, ValueError):
@@ -162,7 +161,7 @@ def read_cell(path: Path, contender: Contender, traffic: Traffic) -> Cell | None
 
 @dataclass(frozen=True)
 class CellBatch:
-    """Cells to come by: everybody on every traffic."""
+    """Cells to obtain: every policy on every traffic."""
 
     traffics: tuple[Traffic, ...]
     contenders: tuple[Contender, ...]
@@ -182,9 +181,9 @@ def gather(
     progress: Callable[[int, int], None] = lambda *_: None,
     player: Player = simulator,
 ) -> list[Cell]:
-    """Return all cells of the batches, from ``folder`` or else measured now and kept there.
+    """Return all cells of the batches, reading those stored in ``folder`` and measuring the rest.
 
-    ``progress`` gets how many cells are there, and how many of them were there before.
+    ``progress`` gets the number of finished cells, and how many of them were stored before.
     """
     cells: list[Cell] = []
     tasks: list[CellTask] = []
@@ -210,7 +209,7 @@ def gather(
 
 
 def _parts(missing: Sequence[Contender]) -> Iterator[tuple[Contender, ...]]:
-    """Split policies into those a task runs; look-aheads take as long as all others together."""
+    """Split policies into tasks; a look-ahead takes as long as all other policies together."""
     groups = (
         [c for c in missing if c.role is Role.SUBJECT],
         [c for c in missing if c.role not in (Role.SUBJECT, Role.ORACLE)],
@@ -224,7 +223,7 @@ def _parts(missing: Sequence[Contender]) -> Iterator[tuple[Contender, ...]]:
 
 
 def _urgency(task: CellTask) -> tuple[bool, bool, int]:
-    """Mistakes in the policies under test show first; long tasks must not come last."""
+    """Sort key: policies under test first, so errors show early; long tasks before short ones."""
     roles = {c.role for c in task.contenders}
     scenario = task.traffic.scenario
     return (

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """What a policy is in an evaluation for."""
+    """Role of a policy in an evaluation."""
 
     SUBJECT = "subject"
     """Under test."""
@@ -16,7 +16,7 @@ class Role(StrEnum):
     LEARNED = "learned"
     """A simple learned baseline."""
     ORACLE = "look-ahead"
-    """Simulates the future: shown for reference, never the rule to beat."""
+    """Simulates the future: a reference bound, never selected as the best rule."""
 
 
 #: Roles of the policies among which the best rule is chosen.
@@ -28,9 +28,9 @@ class Contender:
     """A policy in an evaluation."""
 
     label: str  #: its name in tables
-    spec: str  #: what the registry knows it by
+    spec: str  #: its name in the registry
     role: Role
-    fingerprint: str  #: changes with whatever it decides by
+    fingerprint: str  #: digest of its constants, weights or source
 
     @property
     def is_candidate(self) -> bool:

@@ -40,7 +40,7 @@ class RequestTimes:
 
 @dataclass(frozen=True)
 class Summary:
-    """The metrics of one run. What no request can show is None, never NaN."""
+    """The metrics of one run. Undefined metrics are None, never NaN."""
 
     requests: int  #: counted here, after warm-up
     finished: int
@@ -83,11 +83,11 @@ def request_times(result: SimResult) -> RequestTimes:
 
 
 def composite_cost_s(result: SimResult) -> NDArray[np.float64]:
-    """Return the composite cost [R] of each request in seconds.
+    """Return the latency cost [R] of each request in seconds (view/objective.py).
 
-    See view/objective.py. A request that failed or was never routed counts up to its failure or to
-    the end of the run, and as lost; one that never arrived, because its predecessor was lost, just
-    as lost.
+    A failed or unrouted request is charged until its failure or the end of the run, plus the cost
+    of a lost request. A turn that never arrived because its predecessor was lost is charged only
+    the latter.
     """
     done = result.requests
     end = max(np.fmax.reduce(done[name], initial=0.0) for name in ("finished_s", "arrived_s"))

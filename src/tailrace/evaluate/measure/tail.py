@@ -1,4 +1,4 @@
-"""Worst cases and the soundness of a run: starvation, hard limits, growing queues."""
+"""Worst cases of a run: starvation, hard limits, growing queues."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from tailrace.sim.result import FINISHED, SimResult
 
-#: Rates are counted until this share of the requests has arrived: after that the run runs out.
+#: Rates are measured until this share of requests has arrived; afterwards the cluster drains.
 RUN_OUT = 0.95
 #: A session needs at least this many requests for its mean to count.
 LEAST_TURNS = 3
@@ -21,7 +21,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Extremes:
-    """What a mean or a P99 hides. Times in seconds, of the requests after warm-up."""
+    """Extremes that means and P99 hide. Times in s, over requests after warm-up."""
 
     longest_ttft_s: float  #: oldest request: longest wait for a first token, or for none at all
     longest_e2e_s: float  #: longest time in the system
@@ -35,7 +35,7 @@ class Extremes:
 
 
 def extremes(result: SimResult, warmup_fraction: float, ttft_limit_s: float) -> Extremes:
-    """Judge a run by its worst; the first ``warmup_fraction`` of the requests is left out."""
+    """Return the extremes of a run without its first ``warmup_fraction`` of requests."""
     kept = slice(int(warmup_fraction * len(result.requests)), None)
     arrived, answered, ended = _times(result)
     ttft, e2e = answered - arrived, ended - arrived

@@ -10,7 +10,7 @@ import pytest
 
 from router.conftest import World, post, run, world
 from tailrace.router.intake.request_body import BadRequest
-from tailrace.router.proxy import dispatcher, large_bodies
+from tailrace.router.proxy import large_bodies, request_intake
 from tailrace.router.proxy.large_bodies import INLINE_BYTES, PARSED_BYTES, SHORT_BYTES
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -67,7 +67,7 @@ def test_large_bodies_do_not_hold_up_others(path: str, body: dict[str, object]) 
 
 def test_many_bodies_of_odd_shapes_do_not_hold_up_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One at a time is parsed at once; the others wait for the thread, but short ones do not."""
-    monkeypatch.setattr(dispatcher, "PAUSE_SHARE", 1e6)
+    monkeypatch.setattr(request_intake, "PAUSE_SHARE", 1e6)
     tools = [{"a": 1}] * 2000
     data = orjson.dumps({"messages": [], "tools": tools})
     short = orjson.dumps({"messages": [], "tools": tools[:10]})

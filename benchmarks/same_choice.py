@@ -262,6 +262,7 @@ class _Run:
         best = self._best(decision.scores, key)
         number, replica = await self._send(i, prompt, session)
         ours.sent(number, arrival, decision, replica)
+        self._last = replica
         if case.kind == "owner" and key not in self._owners:
             self._owners[key] = replica
             return
@@ -274,7 +275,6 @@ class _Run:
         self.asked += 1
         self.ties += len(best) > 1
         self.same += replica in best
-        self._last = replica
         if replica not in best:
             state = {"decision": i, "took": replica, "ours": best, "hot": self._traffic.is_hot(i)}
             state["in_flight"] = ours.in_flight

@@ -1,7 +1,7 @@
 import pytest
 
 from tailrace import scenario as scenarios
-from tailrace.config import Scenario
+from tailrace.config import Cluster, Replica, RouterSettings, Scenario
 from tailrace.errors import TailraceError
 
 TRAINING_SET = {
@@ -75,3 +75,16 @@ def test_capacity_is_written_and_all_else_kept(tmp_path, before, after):
     scenarios.write_capacity(path, 12.345678)
     assert path.read_text() == after
     assert scenarios.load(path).capacity_rps == 12.3457
+
+
+def test_a_digest_changes_with_every_setting_but_not_with_unset_newer_ones():
+    plain = Scenario()
+    assert scenarios.digest(plain) == scenarios.digest(Scenario())
+    changed = [
+        plain.with_workload(rate=3.0),
+        plain.with_workload(prompt_scale=2.0),
+        plain.with_workload(session_ids=False),
+        plain.model_copy(update={"router": RouterSettings(prefix_learns="first_token")}),
+        plain.model_copy(update={"cluster": Cluster(replicas=(Replica(assumed_speed=2.0),))}),
+    ]
+    assert len({scenarios.digest(scenario) for scenario in (plain, *changed)}) == 6

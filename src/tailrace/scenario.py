@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from copy import deepcopy
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from tailrace.errors import TailraceError, unknown_name
 from tailrace.files import write_text
 
 SHIPPED = Path(__file__).parent / "scenarios"
+#: Settings that came after 0.1.0. At their defaults they are no part of a scenario's digest, so that
+#: runs begun before can be resumed.
+_NEWER = frozenset(
+    ("assumed_speed", "scheduling_policy", "prefix_learns", "events_lag_s")
+    + ("prompt_scale", "think_scale", "session_ids")
+)
 
 _CAPACITY_LINE = re.compile(r"^capacity_rps\s*=.*$", re.MULTILINE)
 _FIRST_TABLE = re.compile(r"^\[", re.MULTILINE)
@@ -112,3 +119,20 @@ def write_capacity(path: Path, capacity: float) -> None:
     else:
         head = f"{head.rstrip()}\n{line}\n" + ("\n" if tail else "")
     write_text(path, head.lstrip("\n") + tail)
+
+
+def digest(scenario: Scenario) -> str:
+    """Return a hash of everything that a scenario says."""
+
+    def unset(part: config.Settings) -> set[str]:
+        fields = type(part).model_fields
+        return {
+            name for name in _NEWER & set(fields) if getattr(part, name) == fields[name].default
+        }
+
+    left_out: Any = {
+        "cluster": {"replicas": {i: unset(r) for i, r in enumerate(scenario.cluster.replicas)}},
+        "workload": unset(scenario.workload),
+        "router": unset(scenario.router),
+    }
+    return sha256(scenario.model_dump_json(exclude=left_out).encode()).hexdigest()

@@ -25,7 +25,7 @@ def test_kinds_with_prices(run_json):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--workload", "chat"], "give --rate in requests/s"),
+        (["--workload", "chat"], "plan needs --rate (requests/s)"),
         ([*TRAFFIC, "--kind", "a100-llama3-8b=cheap"], "cannot read --kind a100-llama3-8b=cheap"),
         ([*TRAFFIC, "--kind", "a100-llama3-8b=0"], "cannot read --kind"),
         ([*TRAFFIC, "--kind", "a101"], "unknown device 'a101'"),

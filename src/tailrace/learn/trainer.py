@@ -516,7 +516,7 @@ class Trainer:
         """Refuse to go on with scenarios or files that have changed since the run began."""
         files = [Path(file) for file in self.settings.demonstrations.files]
         names = [*(f"scenario {name}" for name in self.settings.scenario_names), *map(str, files)]
-        now = [sha256(s.model_dump_json().encode()).hexdigest() for s in self.schedule.scenarios]
+        now = [scenarios.digest(scenario) for scenario in self.schedule.scenarios]
         now += [_digest(file) for file in files]
         began_with = self.state.scenarios or now
         for name, digest, before in zip(names, now, began_with, strict=True):

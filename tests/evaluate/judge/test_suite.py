@@ -66,7 +66,7 @@ def found(tmp_path_factory):
 
 
 def test_suites_are_what_they_should_be():
-    assert suite_names() == ["holdout", "standard"]
+    assert suite_names() == ["holdout", "real", "standard"]
     standard, holdout = load_suite("standard"), load_suite("holdout")
     assert len(standard.scenarios) >= 12
     assert not set(standard.scenarios) & set(holdout.scenarios)

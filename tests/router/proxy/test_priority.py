@@ -220,15 +220,14 @@ def test_a_retry_elsewhere_is_told_what_that_server_takes() -> None:
     run(test())
 
 
-def test_a_short_prompt_overtakes_long_ones_at_an_emulated_server() -> None:
+def test_a_short_prompt_overtakes_a_long_one_at_an_emulated_server() -> None:
     async def test() -> None:
         replica = Replica(batch_cap=1, scheduling_policy="priority")
-        async with Emulator(Cluster(replicas=(replica,)), time_scale=0.2, model="m") as emulator:
-            backends = [{"url": url, "server": BY_PRIORITY} for url in emulator.urls]
-            for policy, first in (("load_aware", "long"), ("load_aware+order:w=50", "short")):
-                assert await order_served(backends, policy) == first
+        async with Emulator(Cluster(replicas=(replica,)), time_scale=1.0, model="m") as emulator:
+            for policy, first in (("load_aware", "long"), ("load_aware+order:w=500", "short")):
+                assert await first_served(emulator, policy) == first
 
-    run(test(), limit_s=120)
+    run(test())
 
 
 @asynccontextmanager
@@ -243,23 +242,33 @@ async def emulated_at(backends: list[dict[str, Any]], policy: str) -> AsyncItera
         yield made
 
 
-async def order_served(backends: list[dict[str, Any]], policy: str) -> str:
-    """Send a blocker, a long and then a short prompt; return which of these two ends first."""
+async def first_served(emulator: Emulator, policy: str) -> str:
+    """Send a long and then a short prompt to a server that is busy; return which ends first."""
+    backends = [{"url": url, "server": BY_PRIORITY} for url in emulator.urls]
+    server = emulator.replicas[0]
     async with emulated_at(backends, policy) as world:
 
-        def body(words: int, output: int) -> dict[str, Any]:
-            return {"model": "m", "prompt": f"{policy} " + "word " * words, "max_tokens": output}
+        def body(name: str, words: int, output: int) -> dict[str, Any]:
+            prompt = f"{policy} {name} " + "word " * words
+            return {"model": "m", "prompt": prompt, "max_tokens": output, "ignore_eos": True}
+
+        async def until(waiting: int) -> None:
+            while server.running == 0 or server.waiting < waiting:
+                await asyncio.sleep(0.01)
 
         ended: list[str] = []
 
-        async def one(name: str, words: int, output: int) -> None:
-            answer = await world.ask("/v1/completions", body(words, output))
-            assert answer.status == 200
+        async def one(name: str, words: int) -> None:
+            assert (await world.ask("/v1/completions", body(name, words, 2))).status == 200
             ended.append(name)
 
+        blocker = await world.client()
+        blocker.send(request(orjson.dumps(body("blocker", 5, 4000)), path="/v1/completions"))
+        await until(0)
         tasks = []
-        for job in (("blocker", 10, 60), ("long", 3000, 2), ("short", 20, 2)):
-            tasks.append(asyncio.ensure_future(one(*job)))
-            await asyncio.sleep(0.05)
+        for waiting, (name, words) in enumerate((("long", 2000), ("short", 10)), start=1):
+            tasks.append(asyncio.ensure_future(one(name, words)))
+            await until(waiting)
+        blocker.writer.close()  # its place is free
         await asyncio.gather(*tasks)
-        return ended[1]
+        return ended[0]

@@ -210,6 +210,12 @@ def scenario_file(folder: Path, name: str) -> Path:
 def as_text(results: ResultsFile) -> str:
     """Return the JSON text with one line per policy and cell, which keeps it small and diffable."""
     data = plain(results.model_dump(mode="json"))
+    # What files of earlier versions lack stays away: they are written as they were read.
+    if not results.notes:
+        del data["notes"]
+    for policy in data["policies"]:
+        if not policy["other_weightings"]:
+            del policy["other_weightings"]
     rounded = {
         name: value
         if name == "scenarios"

@@ -18,12 +18,12 @@ from tailrace.errors import TailraceError, unknown_name
 from tailrace.files import write_text
 
 SHIPPED = Path(__file__).parent / "scenarios"
-#: Settings that came after 0.1.0. At their defaults they are no part of a scenario's digest, so that
-#: runs begun before can be resumed.
-_NEWER = frozenset(
-    ("assumed_speed", "scheduling_policy", "prefix_learns", "events_lag_s")
-    + ("prompt_scale", "think_scale", "session_ids")
-)
+#: Settings that came after 0.1.0. At their defaults they are no part of a scenario's digest, so
+#: that runs begun before can be resumed.
+_NEWER = {
+    *("assumed_speed", "scheduling_policy", "prefix_learns", "events_lag_s"),
+    *("prompt_scale", "think_scale", "session_ids"),
+}
 
 _CAPACITY_LINE = re.compile(r"^capacity_rps\s*=.*$", re.MULTILINE)
 _FIRST_TABLE = re.compile(r"^\[", re.MULTILINE)

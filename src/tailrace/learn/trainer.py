@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tailrace import scenario as scenarios
 from tailrace.errors import TailraceError
 from tailrace.learn import stopping
 from tailrace.learn.curriculum import Curriculum

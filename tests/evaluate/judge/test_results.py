@@ -52,8 +52,8 @@ def found(tmp_path_factory):
 
 def test_the_bytes_are_those_of_earlier_versions(found):
     new = results.results_of(found)
-    policies = [policy.model_copy(update={"other_weightings": {}}) for policy in new.policies]
-    without = new.model_copy(update={"policies": policies})
+    policies = (policy.model_copy(update={"other_weightings": {}}) for policy in new.policies)
+    without = new.model_copy(update={"policies": tuple(policies)})
     text = results.as_text(without).replace(source_digest(), "SOURCES")
     text = text.replace(f'"tailrace": "{__version__}"', '"tailrace": "0.1.0"')
     assert text == RECORDED.read_text(encoding="utf-8")

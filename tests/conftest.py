@@ -1,15 +1,19 @@
 """Fixtures that many tests share."""
 
+import contextlib
 import os
 
-import hypothesis
 import pytest
 
 from tailrace import parallel
 
-# An example's first run may compile code: tests do not time things.
-hypothesis.settings.register_profile("tailrace", deadline=None)
-hypothesis.settings.load_profile("tailrace")
+# An example's first run may compile code: tests do not time things. Suites with an environment of
+# their own do without Hypothesis.
+with contextlib.suppress(ImportError):
+    import hypothesis
+
+    hypothesis.settings.register_profile("tailrace", deadline=None)
+    hypothesis.settings.load_profile("tailrace")
 
 # Tests must not depend on the terminal they run in.
 os.environ["COLUMNS"] = "120"

@@ -34,7 +34,7 @@ DEFAULT_PYTHON = Path("build/peers/bin/python")
 WORKERS = (8, 32)
 #: Our rule for each of DynoSim's ways to route.
 ROUTING = {"round_robin": "round_robin", "kv_router": "dynamo"}
-#: How DynoSim is told the format. Sessions are played closed-loop, by a model of any name.
+#: DynoSim's options for each format. Sessions are played closed-loop, by a model of any name.
 PEER_OPTIONS: dict[str, dict[str, Any]] = {
     "mooncake": {"trace_format": "mooncake", "trace_block_size": 512},
     "claude": {"trace_format": "weka", "execution_model": "model"},

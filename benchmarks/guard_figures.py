@@ -5,7 +5,7 @@
 
 ``rules`` runs the built-in rules on the suite `standard` (tuning seeds) and on the training half of
 recorded traffic, and compares each with the best rule of every cell. ``range`` lets a trained
-policy decide only while all of its inputs are within so many standard deviations of their mean in
+policy decide only while all of its inputs are within LIMIT standard deviations of the mean in
 training, and the fallback rule otherwise: how often that happens on traffic the policy was trained
 for (false alarms), and what it saves or costs on other traffic. WORK keeps what was imported and
 measured, so that the same command goes on where it was interrupted.
@@ -154,7 +154,7 @@ class RangeGuarded(Policy):
         self._rule.reset(n_replicas, seed)
 
     def scores(self, view: View) -> NDArray[np.float64]:
-        """Return the scores of whoever decides."""
+        """Return the scores of the policy or rule that decides."""
         scores = self._policy.scores(view)
         f = self._policy.params.view(np.float32)
         n, features = len(view.replicas), len(self._mean[0])

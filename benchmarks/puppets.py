@@ -1,6 +1,6 @@
-"""Servers that do as they are told, to see what a router decides in a known state.
+"""Scripted servers, to see what a router decides in a known state.
 
-A puppet server holds every request until it is released, and reports the load it is told to. What
+A puppet server holds every request until it is released, and reports a given load. What
 reaches the servers is logged in order: requests, and questions for their load. So the state in
 which a router decided is known exactly: its requests in flight, its prompts sent, its last reports.
 """

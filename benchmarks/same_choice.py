@@ -133,7 +133,7 @@ class Traffic:
         self.decisions = decisions
 
     def _words(self, chars: int) -> str:
-        """Return a text of about so many characters; if aligned, of whole blocks of bytes."""
+        """Return a text of about this many characters; if aligned, of whole blocks of bytes."""
         first = ""
         if self._aligned:
             first = next(self._first_chars)

@@ -17,7 +17,7 @@ Floats = NDArray[np.float64]
 
 #: Where a setting comes from that the recording states.
 RECORDED = "recording"
-#: A request has waited if it was longer than so many times the median iteration.
+#: A request that queued for more than this multiple of the median iteration has waited.
 _WAITED = 5.0
 #: Moments needed to say that the batch or KV memory was full, and the least cap that is believed.
 _LEAST_MOMENTS, _LEAST_CAP = 5, 8

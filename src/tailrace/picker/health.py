@@ -15,7 +15,7 @@ _LONGEST_NAME = 127
 
 
 class HealthService:
-    """Answers checks; watchers are told of changes by :meth:`refresh`."""
+    """Answers health checks; :meth:`refresh` notifies watchers of changes."""
 
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready = is_ready

@@ -50,7 +50,7 @@ class TraceCluster(Settings):
     loads: tuple[float, ...] = Field(min_length=1)
     """Loads, as fractions of the capacity measured with the trace."""
     prompts: tuple[int, int] = (0, 2**24)
-    """It serves traces whose P90 prompt has more than so many tokens, and at most so many."""
+    """P90 prompt lengths of the traces it serves, tokens: above the first, up to the last."""
 
     @property
     def cluster(self) -> Cluster:

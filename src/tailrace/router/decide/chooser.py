@@ -114,7 +114,7 @@ class _Role(NamedTuple):
     guard: NDArray[np.float64]  # the fallback rule's parameters and the trained range, see k.judge
     record: NDArray[np.void]  # [1] DECISION
     buffer: memoryview  # its bytes
-    order: Order | None  # by which servers are told priorities
+    order: Order | None  # gives requests the priorities that servers see
 
 
 class Chooser:

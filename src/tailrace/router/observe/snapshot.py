@@ -43,7 +43,7 @@ class BackendSnapshot:
     limit: int | None = None
     """Most requests at once, for now; None: no limit."""
     takes_priorities: bool = False
-    """Whether it is told the priorities of a policy that orders."""
+    """Whether requests to it carry the priorities of a policy that orders."""
     connections: int = 0
     """Open connections, idle ones included."""
     waiting: float | None = None

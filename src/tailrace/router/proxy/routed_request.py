@@ -195,7 +195,7 @@ class RoutedRequest:
         return True
 
     def _told(self, backend: Backend, arrival: Arrival) -> bool:
-        """Whether a backend is told the router's priority for a request."""
+        """Whether a request to a backend carries the router's priority."""
         if not backend.takes_priorities or self._kind not in priority_field.KINDS:
             return False
         return not arrival.asked.names_priority or self._context.settings.admission.replace_priority

@@ -148,7 +148,23 @@ def _is_private_group(gid: int) -> bool:
 
 
 class _Locator(_FolderLocator):  # type: ignore[misc]
-    """Accepts a folder that can only be read, which Numba does not."""
+    """Numba's folder for the functions of one file.
+
+    Numba names it by the file's full path and marks its content with the file's time. The cache is
+    named by the sources' hash, so neither is needed for our own files: every checkout and virtual
+    environment with the same sources shares what is compiled. Also accepts a folder that can only
+    be read, which Numba does not.
+    """
+
+    def __init__(self, py_func: Any, py_file: str) -> None:
+        super().__init__(py_func, py_file)
+        self._ours = Path(py_file).is_relative_to(_PACKAGE)
+        if self._ours:
+            module = Path(py_file).relative_to(_PACKAGE).with_suffix("")
+            self._cache_path = str(Path(_numba.config.CACHE_DIR, ".".join(module.parts)))
+
+    def get_source_stamp(self) -> Any:
+        return None if self._ours else super().get_source_stamp()
 
     def ensure_cache_path(self) -> None:
         with contextlib.suppress(OSError):

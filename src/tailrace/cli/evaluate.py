@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SUITE = "standard"
 DEFAULT_RANKING_SEEDS = 5
+KEPT_NOTE = "Baselines may have been measured with earlier sources (--keep-baselines)."
 
 
 @options.command("evaluate")
@@ -92,6 +93,11 @@ DEFAULT_RANKING_SEEDS = 5
     "was interrupted.",
 )  # fmt: skip
 @option(
+    "--keep-baselines", is_flag=True, section=OUTPUT,
+    help="Reuse the baselines' cells in FOLDER although the simulator's or the rules' sources have "
+    "changed since. For trying out policies; results.json says so.",
+)  # fmt: skip
+@option(
     "--write-shipped", is_flag=True, hidden=True,
     help="For maintainers: record the best rules of the suite in the package.",
 )  # fmt: skip
@@ -154,6 +160,7 @@ def plan_of(
     ttft_limit_s: float,
     traces: Path | None = None,
     half: str = "judge",
+    keep_baselines: bool = False,
     folder: Callable[[], Path] = Path,
     jobs: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
@@ -188,7 +195,8 @@ def plan_of(
     if traces is not None:
         recorded = scenarios_of(
             traces, usual.clusters, Half(half), folder() / "traces",
-            requests=requests or 3000, jobs=jobs, progress=progress,
+            requests=requests or 3000, keep_capacities=keep_baselines,
+            jobs=jobs, progress=progress,
         )  # fmt: skip
     else:
         names = chosen or suites.shipped_scenarios(usual)
@@ -221,7 +229,8 @@ def plan_of(
         Measure(usual.warmup if warmup is None else warmup, ttft_limit_s),
         # Nothing may be chosen on the conversations that judge; training's own are free to use.
         recorded.others if half == "judge" else (),
-        recorded.notes,
+        recorded.notes + (KEPT_NOTE,) * keep_baselines,
+        keep_baselines,
     )
 
 

@@ -86,9 +86,30 @@ def test_capacities_are_measured_once(
         return 3.0
 
     monkeypatch.setattr(recorded, "saturation_rps", measure)
+    into = tmp_path / "into"
     for half in Half:
-        scenarios_of(folder, [SMALL], half, tmp_path / "into", requests=100, jobs=1)
+        scenarios_of(folder, [SMALL], half, into, requests=100, jobs=1)
     assert len(measured) == 1  # for both loads and both halves
+    monkeypatch.setattr(recorded, "source_digest", lambda: "other")
+    scenarios_of(folder, [SMALL], half, into, requests=100, keep_capacities=True, jobs=1)
+    assert len(measured) == 1
+    scenarios_of(folder, [SMALL], half, into, requests=100, jobs=1)
+    assert len(measured) == 2
+
+
+def test_memory_for_prefixes_is_judged_with_traces_that_share_some(
+    folder: Path, tmp_path: Path
+) -> None:
+    (folder / "alike.csv").write_text(
+        "arrival_s,prompt_tokens,output_tokens,runs\n"
+        + "".join(f"{k},64,8,{k % 100}:64\n" for k in range(200))
+    )
+    large = SMALL.model_copy(update={"name": "large", "shared_prefixes": True})
+    found = scenarios_of(
+        folder, [SMALL, large], Half.JUDGE, tmp_path / "into", requests=100, jobs=1
+    )
+    names = {s.name.rpartition("-")[0] for s in found.scenarios}
+    assert names == {"chat-small", "alike-small", "alike-large"}
 
 
 def test_a_trace_that_cannot_be_read_or_is_too_short_is_named(folder: Path, tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ def test_p_values_of_few_pairs_are_exact():
     assert sign_flip_p(np.array([1.0, 2.0, 3.0, 4.0])) == pytest.approx(2 / 16)
     assert sign_flip_p(np.array([1.0, -1.0])) == 1.0
     assert sign_flip_p(np.zeros(5)) == 1.0
+    assert sign_flip_p(np.array([3.0])) == 1.0
 
 
 def test_holm_by_hand():

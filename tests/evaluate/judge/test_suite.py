@@ -219,6 +219,34 @@ def test_other_sources_are_other_cells(monkeypatch):
     assert cells.cell_path(task, plan.contenders[0]) != before
 
 
+def test_kept_baselines_of_earlier_sources_are_not_run_again(tmp_path, monkeypatch):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def scores(view):\n    return view.replicas['in_flight']\n")
+    plan = make_plan(("round_robin", "least_outstanding", str(mine)), subject="mine")
+    first = evaluate(plan, tmp_path / "cells", jobs=1)
+    monkeypatch.setattr(cells, "source_digest", lambda: "other")
+    mine.write_text("def scores(view):\n    return -view.replicas['in_flight']\n")
+    changed = make_plan(
+        ("round_robin", "least_outstanding", str(mine)), subject="mine", keep_baselines=True
+    )
+    again = evaluate(changed, tmp_path / "cells", jobs=1)
+    old, new = ({s.contender.label: s.score for s in found.standings} for found in (first, again))
+    assert new["round_robin"] == old["round_robin"]
+    assert new["mine"] != old["mine"]
+
+
+@pytest.mark.parametrize(("keep", "expected"), [(True, 4), (False, 12)])
+def test_only_kept_baselines_are_kept(tmp_path, monkeypatch, keep, expected):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def scores(view):\n    return view.replicas['in_flight']\n")
+    plan = make_plan(("least_outstanding", str(mine)), subject="mine", keep_baselines=keep)
+    evaluate(plan, tmp_path / "cells", jobs=1, player=Counter())
+    monkeypatch.setattr(cells, "source_digest", lambda: "other")
+    again = Counter()
+    evaluate(plan, tmp_path / "cells", jobs=1, player=again)
+    assert len(again.played) == expected
+
+
 def test_half_a_cell_is_measured_again(tmp_path):
     plan = make_plan(("least_outstanding",), (SMALL,), None)
     evaluate(plan, tmp_path, jobs=1, player=Counter())

@@ -56,6 +56,14 @@ def test_turns_and_sub_agents_follow_as_in_the_raw_files(tmp_path: Path) -> None
     assert rows["think_s"][at[400]] == 30 - 7  # a sub-agent ran in between
 
 
+def test_a_think_time_longer_than_the_time_since_the_turn_before_is_not_from_its_end(
+    tmp_path: Path,
+) -> None:
+    lines = "a,0,main,0,m,200,10,3,0,-1,,2.0,\na,1,main,9,m,330,10,5,3,0,700.0,2.0,\n"
+    rows = traces.read(save(tmp_path, HEAD + lines), sort=True).table.rows
+    assert rows["think_s"].tolist() == [0, 9 - 2]
+
+
 def test_a_packed_table_is_the_same(tmp_path: Path) -> None:
     path = tmp_path / "sessions.csv.gz"
     path.write_bytes(gzip.compress((HEAD + LINES).encode()))

@@ -24,6 +24,7 @@ from tailrace.saturation import saturation_rps
 from tailrace.view.devices import num_blocks_of
 from tailrace.workload import traces
 from tailrace.workload.draft import reorder
+from tailrace.workload.prefix import repeated_tokens
 from tailrace.workload.recorded.conversations import (
     Half,
     conversation_keys,
@@ -51,6 +52,8 @@ class TraceCluster(Settings):
     """Loads, as fractions of the capacity measured with the trace."""
     prompts: tuple[int, int] = (0, 2**24)
     """P90 prompt lengths of the traces it serves, tokens: above the first, up to the last."""
+    shared_prefixes: bool = False
+    """Serve only traces whose prompts share prefixes: for others it would equal another cluster."""
 
     @property
     def cluster(self) -> Cluster:
@@ -83,6 +86,7 @@ def scenarios_of(
     into: Path,
     *,
     requests: int,
+    keep_capacities: bool = False,
     jobs: int | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Recorded:
@@ -91,6 +95,7 @@ def scenarios_of(
     Files of requests and measured capacities are kept in ``into``, which must stay as long as the
     scenarios are used. A scenario gives other traffic for every seed, of ``requests`` requests; its
     conversations are those of ``half``. For training, use those of ``Half.TRAIN``.
+    ``keep_capacities`` takes capacities from ``into`` although sources have changed since.
     """
     found, skipped = find(folder)
     notes = [f"{s.path.relative_to(folder.parent)} was left out: {s.why}" for s in skipped]
@@ -118,7 +123,7 @@ def scenarios_of(
             f"there is no recorded traffic to use in {folder}"
             + (": " + "; ".join(notes[1:]) if notes[1:] else ", it is empty")
         )
-    capacities = _capacities(wholes, into / CAPACITIES, jobs, progress)
+    capacities = _capacities(wholes, into / CAPACITIES, keep_capacities, jobs, progress)
     return Recorded(
         tuple(_with_capacity(mine, capacities)),
         tuple(_with_capacity(others, capacities)),
@@ -127,9 +132,12 @@ def scenarios_of(
 
 
 def _fitting(clusters: Sequence[TraceCluster], table: RequestTable) -> list[TraceCluster]:
-    """Return the clusters that serve prompts of such lengths."""
+    """Return the clusters that serve such prompts."""
     p90 = float(np.percentile(table.rows["prompt_tokens"], 90))
-    return [c for c in clusters if c.prompts[0] < p90 <= c.prompts[1]]
+    shares = bool(repeated_tokens(table).any())
+    return [
+        c for c in clusters if c.prompts[0] < p90 <= c.prompts[1] and shares >= c.shared_prefixes
+    ]
 
 
 def _parts(
@@ -212,34 +220,46 @@ def _scenario(
 
 
 def _capacities(
-    wholes: Sequence[Scenario], path: Path, jobs: int | None, progress: Callable[[str], None]
+    wholes: Sequence[Scenario],
+    path: Path,
+    keep: bool,
+    jobs: int | None,
+    progress: Callable[[str], None],
 ) -> dict[str, float]:
-    """Return the capacity of each scenario by name, measured once and kept in a file."""
+    """Return the capacity of each scenario by name, measured once and kept in a file.
+
+    It is kept by what was measured, with and without the version of the sources; ``keep`` takes it
+    whatever the version.
+    """
     known: dict[str, float] = {}
     try:
         known = {str(k): float(v) for k, v in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, AttributeError, TypeError):
         known = {}
-    keys = {s.name: _capacity_key(s) for s in wholes}
+    keys = {s.name: _capacity_keys(s)[keep] for s in wholes}
     missing = {keys[s.name]: s for s in wholes if keys[s.name] not in known}
     progress(f"capacity of {len(missing)} clusters" if missing else "capacities are known")
     with WorkerPool(jobs) as pool:
         for scenario, capacity in pool.run(saturation_rps, list(missing.values())):
-            known[keys[scenario.name]] = capacity
+            known |= dict.fromkeys(_capacity_keys(scenario), capacity)
             write_text(path, dumps(known) + "\n")
     return {name: known[key] for name, key in keys.items()}
 
 
-def _capacity_key(scenario: Scenario) -> str:
-    """Return a digest of all that a capacity depends on."""
-    about = {
-        "cluster": scenario.cluster.model_dump(mode="json"),
-        "router": scenario.router.model_dump(mode="json"),
-        "engine": scenario.engine.model_dump(mode="json"),
-        "traffic": hashlib.sha256(Path(scenario.workload.name).read_bytes()).hexdigest(),
-        "sources": source_digest(),
+def _capacity_keys(scenario: Scenario) -> tuple[str, str]:
+    """Return digests of all that a capacity depends on, with and without the sources."""
+    settings = {"cluster": scenario.cluster, "router": scenario.router, "engine": scenario.engine}
+    about: dict[str, object] = {
+        name: of.model_dump(mode="json", exclude_defaults=True) for name, of in settings.items()
     }
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:16]
+    about["traffic"] = hashlib.sha256(Path(scenario.workload.name).read_bytes()).hexdigest()
+    defaults = {name: of.model_dump(mode="json") for name, of in settings.items()}
+    version = {"defaults": defaults, "sources": source_digest()}
+    first, second = (
+        hashlib.sha256(json.dumps(text, sort_keys=True).encode()).hexdigest()[:16]
+        for text in (about | version, about)
+    )
+    return first, second
 
 
 def _with_capacity(found: Sequence[Scenario], capacities: dict[str, float]) -> Iterator[Scenario]:

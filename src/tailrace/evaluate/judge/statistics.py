@@ -148,7 +148,7 @@ def sign_flip_p(differences: Array) -> float:
     If neither policy were better, either sign of each difference would be equally likely. All 2^K
     sign patterns are tried, or FLIPS random ones if there are more.
     """
-    if not np.any(differences):
+    if not np.any(differences) or len(differences) == 1:  # one pair: either sign is as extreme
         return 1.0
     found = stats.permutation_test(
         (differences,),

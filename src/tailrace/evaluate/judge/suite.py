@@ -117,6 +117,7 @@ class EvaluationPlan:
     #: Scenarios of the same names on which the best rules are chosen; empty: the same ones.
     selection_scenarios: tuple[Scenario, ...] = ()
     notes: tuple[str, ...] = ()  #: sentences on what was left out of recorded traffic
+    keep_baselines: bool = False  #: reuse cells of baselines measured with earlier sources
 
     def __post_init__(self) -> None:
         for seed in self.selection_seeds:
@@ -211,7 +212,10 @@ def evaluate(
     ``progress`` gets the number of finished cells, and how many of them were reused.
     """
     names = [s.name for s in plan.scenarios]
-    cells = gather(plan.batches, plan.measure, folder, jobs=jobs, progress=progress, player=player)
+    cells = gather(
+        plan.batches, plan.measure, folder, jobs=jobs, progress=progress, player=player,
+        keep_baselines=plan.keep_baselines,
+    )  # fmt: skip
     candidates = [c.label for c in plan.contenders if c.is_candidate]
     chosen_on = Grid.of(cells, names, candidates, plan.selection_seeds)
     single = best_single(chosen_on, candidates, REFERENCE)

@@ -1,9 +1,12 @@
 """Cells of an evaluation: one policy on the traffic of one scenario and seed, each in its own file.
 
-A cell's file name contains a digest of everything its metrics depend on, including source code. An
-interrupted evaluation resumes from its cells, and other settings never reuse them.
+A cell's folder is named after its policy and two digests: of what was asked (scenario, traffic,
+rate, policy), and of everything else its metrics depend on (defaults, source code). An interrupted
+evaluation resumes from its cells, and other settings never reuse them; cells of baselines measured
+with earlier sources are reused only if that is asked for.
 """
 
+import glob
 import hashlib
 import json
 import re
@@ -11,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -99,18 +103,38 @@ def cell_path(task: CellTask, contender: Contender) -> Path:
     """Return the file of a cell."""
     scenario = task.traffic.scenario
     about = {
-        "scenario": scenario.model_dump(mode="json", exclude={"name", "description"}),
+        "scenario": _settings(scenario, exclude_defaults=True),
         "traffic": _file_digest(scenario.workload.name),
         "rate_rps": task.traffic.rate_rps,
         "measure": plain(task.measure),
         "policy": contender.fingerprint,
         "player": getattr(task.player, "__qualname__", type(task.player).__qualname__),
-        "sources": source_digest(),
     }
-    key = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+    version = {"scenario": _settings(scenario), "sources": source_digest()}
     policy = re.sub(r"[^\w.=-]+", "_", contender.label)[:60]
     folder = task.folder / re.sub(r"[^\w.-]+", "_", scenario.name)
-    return folder / f"{policy}.{key}" / f"{task.traffic.seed}.json"
+    return folder / f"{policy}.{_key(about)}.{_key(version)}" / f"{task.traffic.seed}.json"
+
+
+def _settings(scenario: Scenario, **how: bool) -> dict[str, Any]:
+    settings: dict[str, Any] = scenario.model_dump(
+        mode="json", exclude={"name", "description"}, **how
+    )
+    # A file of recorded traffic is known by its digest, wherever it lies.
+    if _file_digest(scenario.workload.name) is not None:
+        del settings["workload"]["name"]
+    return settings
+
+
+def _key(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def earlier(path: Path) -> Path | None:
+    """Return the newest stored cell that answers the same question as ``path``; None: none."""
+    same = path.parent.name.rpartition(".")[0]
+    found = [p for p in path.parent.parent.glob(f"{glob.escape(same)}.*/{path.name}") if p != path]
+    return max(found, key=lambda p: p.stat().st_mtime_ns, default=None)
 
 
 @lru_cache(maxsize=64)
@@ -180,10 +204,12 @@ def gather(
     jobs: int | None = None,
     progress: Callable[[int, int], None] = lambda *_: None,
     player: Player = simulator,
+    keep_baselines: bool = False,
 ) -> list[Cell]:
     """Return all cells of the batches, reading those stored in ``folder`` and measuring the rest.
 
-    ``progress`` gets the number of finished cells, and how many of them were stored before.
+    ``keep_baselines`` reads cells of baselines although sources or default settings have changed
+    since. ``progress`` gets the number of finished cells, and how many of them were stored before.
     """
     cells: list[Cell] = []
     tasks: list[CellTask] = []
@@ -192,7 +218,11 @@ def gather(
             whole = CellTask(traffic, batch.contenders, measure, folder, player)
             missing = []
             for contender in batch.contenders:
-                cell = read_cell(cell_path(whole, contender), contender, traffic)
+                path = cell_path(whole, contender)
+                cell = read_cell(path, contender, traffic)
+                if cell is None and keep_baselines and contender.role is not Role.SUBJECT:
+                    old = earlier(path)
+                    cell = None if old is None else read_cell(old, contender, traffic)
                 if cell is None:
                     missing.append(contender)
                 else:

@@ -77,9 +77,12 @@ class AgentRows:
         if parent >= 0:
             think_s = max(0.0, request.at_s - parent_end_s)
             # The recorded one counts from the request before, unless sub-agents ran in between.
+            # Where it exceeds the time since that request was sent, it counts from an earlier one.
             follows_last = bool(lane.requests) and lane.requests[-1][0] == parent
             if request.think_s is not None and follows_last and not lane.branched:
-                think_s = request.think_s
+                since_s = request.at_s - lane.requests[-1][1].at_s
+                if request.think_s <= since_s + ROUNDING_S:
+                    think_s = request.think_s
         lane.branched = False
         self.requests.append(request)
         self._columns.append((session * self._gap_s + request.at_s, parent, think_s, session))

@@ -7,8 +7,8 @@ of its own, ``--peer-python`` names another. Both simulate the same trace with t
 workers, KV blocks, batch limits and, as far as the forms allow, iteration times, in turns. Compared
 are requests per CPU second of the process, without starting Python and without compiling: DynoSim
 reads its trace file, Tailrace the Parquet file that it imported, and the import is timed beside it.
-The best run of each side counts; as a run of ours takes a tenth of a second, it is repeated in
-every turn. Outcomes stand side by side; they differ as far as the schedulers and cost models do.
+Each side runs as often as the other, by turns, and its best run counts; the median ratio of a turn
+stands beside it. Outcomes are printed too; they differ as far as the schedulers and cost models do.
 """
 
 import argparse
@@ -50,8 +50,6 @@ COST = CostModel(
     per_prefill_ms=8.4e-7,
 )
 SEED = 0
-#: Runs of ours per turn.
-REPEATS = 5
 
 _PEER_RUN = """
 import json, sys, time
@@ -151,21 +149,24 @@ def measure(trace: str, source: Path, python: Path, rounds: int) -> dict[str, An
         for workers in WORKERS:
             for mode in ROUTING:
                 our_run(table_file, workers, mode)  # compiles
-                ours = theirs = None
+                mine, others = [], []
                 for _ in range(rounds):
-                    mine = [our_run(table_file, workers, mode) for _ in range(REPEATS)]
-                    other = peer_run(python, plain, trace, workers, mode)
-                    ours = min([*mine, *([ours] if ours else [])], key=_cpu_s)
-                    theirs = min([other, *([theirs] if theirs else [])], key=_cpu_s)
-                assert ours is not None
-                assert theirs is not None
+                    mine.append(our_run(table_file, workers, mode))
+                    others.append(peer_run(python, plain, trace, workers, mode))
+                ours, theirs = min(mine, key=_cpu_s), min(others, key=_cpu_s)
                 ratio = ours["requests_per_cpu_s"] / theirs["requests_per_cpu_s"]
+                turns = [
+                    one["requests_per_cpu_s"] / other["requests_per_cpu_s"]
+                    for one, other in zip(mine, others, strict=True)
+                ]
                 rows.append({"workers": workers, "routing": mode, "ratio": ratio,
+                             "median_ratio_of_turns": float(np.median(turns)), "turns": turns,
                              "tailrace": ours, "dynosim": theirs})  # fmt: skip
                 print(
                     f"{trace:9} {workers:3} workers {mode:12} "
                     f"{ours['requests_per_cpu_s']:>10,.0f}/s "
-                    f"{theirs['requests_per_cpu_s']:>8,.0f}/s {ratio:>7.1f}x   TTFT "
+                    f"{theirs['requests_per_cpu_s']:>8,.0f}/s {ratio:>7.1f}x "
+                    f"(median {np.median(turns):.0f})   TTFT "
                     f"{ours['mean_ttft_s']:.3f} / {theirs['mean_ttft_s']:.3f} s, E2E "
                     f"{ours['mean_e2e_s']:.2f} / {theirs['mean_e2e_s']:.2f} s, hits "
                     f"{ours['hit_rate']:.1%} / {theirs['hit_rate']:.1%}",
@@ -184,7 +185,7 @@ def main() -> int:
     parser.add_argument("--claude", type=Path, metavar="DIR", help="Claude Code sessions (weka)")
     parser.add_argument("--peer-python", type=Path, default=DEFAULT_PYTHON, metavar="PYTHON",
                         help=f"Python that has {PEER}; default: {DEFAULT_PYTHON}")  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each side")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
     given = parser.parse_args()
     chosen = {"mooncake": given.mooncake, "claude": given.claude}

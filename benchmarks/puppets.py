@@ -31,6 +31,8 @@ class Load:
     waiting: int = 0
     running: int = 0
     kv_used: float = 0.0
+    tokens: int | None = None
+    """Tokens in use, which SGLang's servers report; None: the server has no such report."""
 
 
 @dataclass
@@ -42,6 +44,10 @@ class Puppets:
     """Server and path of every GET."""
     polled: Callable[[int], None] = lambda _: None
     """Called with the server whose load was asked for."""
+    load_report: Callable[[int], object] = lambda tokens: [{"num_tokens": tokens}]
+    """How servers report their tokens: today's SGLang, unless given otherwise."""
+    told: list[int] = field(default_factory=list)
+    """Tokens that each server last reported."""
     polled_at: float = 0.0
     """When a load was last asked for, s."""
     ports: list[int] = field(default_factory=list)
@@ -51,6 +57,7 @@ class Puppets:
 
     async def start(self) -> None:
         """Listen, one port per server."""
+        self.told = [0] * len(self.loads)
         loop = asyncio.get_running_loop()
         for number in range(len(self.loads)):
             server = await loop.create_server(partial(_Connection, self, number), HOST, 0)
@@ -116,6 +123,9 @@ class _Connection(asyncio.Protocol):
         kind, text = b"application/json", b"{}"
         if path.startswith(b"/metrics"):
             kind, text = b"text/plain", _metrics(load)
+            self._puppets.polled(self._server)
+        elif path.startswith(b"/get_load") and load.tokens is not None:
+            text = orjson.dumps(self._puppets.load_report(load.tokens))
             self._puppets.polled(self._server)
         elif path.startswith(b"/v1/models"):
             text = b'{"object":"list","data":[{"id":"m","object":"model"}]}'

@@ -7,8 +7,12 @@ that its requests in flight, the prompts it has sent and the load reports it has
 same sequence is entered into the state of our router, with the program's own choices, and before
 each request our rule is asked. A choice among the replicas that our rule holds equal counts as the
 same; the share of such ties is printed. Rules that hash cannot know the other's hash function: a
-key's owner is learned from its first request and given to our rule. Random rules (power of two) can
-only be found wrong: if the program takes a replica that loses against every other.
+key's owner is learned from its first request and given to our rule. Of random rules (power of two)
+the two draws are not known: a choice is wrong if it loses against every other replica, and how
+often each rank is taken is compared with what two draws give (chi-squared). The power of two of
+sglang-router and vllm-router compares the load that servers report at /get_load, as SGLang's do
+(vllm-router expects the format of older versions); without that report, as from vLLM's servers, it
+chooses at random, which is measured as a case of its own.
 
 The traffic: conversations that grow, over shared system prompts, with requests in flight going up
 and down; then one hot prompt, until the thresholds of load are passed; then the rest again. Texts
@@ -30,6 +34,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from rich.console import Console
+from scipy import stats
 
 from puppets import SETTLE_S, Load, Puppets, send
 from router_rig import PEER_VERSIONS, rig
@@ -48,6 +53,10 @@ SERVERS = 4
 SYSTEM_PROMPTS = 6
 SYSTEM_CHARS = 2400
 POLL_S = 1
+#: Kinds that draw two replicas and take the better one.
+PAIRS = ("pair", "reported pair")
+#: Expected share of each rank: the better of two distinct ones of four, or any.
+RANKS = {**dict.fromkeys(PAIRS, (1 / 2, 1 / 3, 1 / 6, 0.0)), "random": (1 / 4,) * SERVERS}
 #: Time that a program gets to take in a load report, s.
 REPORT_S = 0.1
 
@@ -58,31 +67,36 @@ class Case(NamedTuple):
     program: str
     options: tuple[str, ...]
     rule: str
-    kind: str = "scores"  #: scores, order (round robin), owner (hashing), prefix owner, or random
+    kind: str = "scores"
+    """scores, order (round robin), owner (hashing), prefix owner, pair (the better of two random
+    ones), reported pair (by the tokens that servers report), or random."""
 
 
 _SMG = ("--load-monitor-interval", str(POLL_S), "--policy")
+_PAIR = ("--worker-startup-check-interval", str(POLL_S), "--policy", "power_of_two")
 CASES = {
     "sglang-router cache_aware": Case("sglang-router", (), "sglang_cache_aware"),
     "sglang-router round_robin": Case(
         "sglang-router", ("--policy", "round_robin"), "round_robin", "order"
     ),
     "sglang-router power_of_two": Case(
-        "sglang-router", ("--policy", "power_of_two"), "least_outstanding", "random"
+        "sglang-router", _PAIR, "least_outstanding", "reported pair"
+    ),
+    "sglang-router power_of_two without load reports": Case(
+        "sglang-router", _PAIR, "random", "random"
     ),
     "vllm-router cache_aware": Case("vllm-router", (), "sglang_cache_aware"),
     "vllm-router round_robin": Case(
         "vllm-router", ("--policy", "round_robin"), "round_robin", "order"
     ),
-    "vllm-router power_of_two": Case(
-        "vllm-router", ("--policy", "power_of_two"), "least_outstanding", "random"
-    ),
+    "vllm-router power_of_two": Case("vllm-router", _PAIR, "least_outstanding", "reported pair"),
+    "vllm-router power_of_two without load reports": Case("vllm-router", _PAIR, "random", "random"),
     "vllm-router consistent_hash": Case(
         "vllm-router", ("--policy", "consistent_hash"), "rendezvous_hash", "owner"
     ),
     "smg cache_aware": Case("smg", (*_SMG, "cache_aware"), "smg_cache_aware"),
     "smg least_load": Case("smg", (*_SMG, "least_load"), "smg_expected_wait"),
-    "smg power_of_two": Case("smg", (*_SMG, "power_of_two"), "smg_expected_wait", "random"),
+    "smg power_of_two": Case("smg", (*_SMG, "power_of_two"), "smg_expected_wait", "pair"),
     "smg prefix_hash": Case("smg", (*_SMG, "prefix_hash"), "smg_prefix_hash", "prefix owner"),
     "smg round_robin": Case("smg", (*_SMG, "round_robin"), "round_robin", "order"),
     "nginx least_conn": Case("nginx least_conn", (), "least_outstanding"),
@@ -169,7 +183,10 @@ class Traffic:
 async def play(name: str, traffic: Traffic, seed: int) -> dict[str, Any]:
     """Let a program decide, and our rule beside it."""
     case = CASES[name]
-    puppets = Puppets([Load() for _ in range(SERVERS)])
+    tokens = 0 if case.kind == "reported pair" else None
+    puppets = Puppets([Load(tokens=tokens) for _ in range(SERVERS)])
+    if case.program == "vllm-router":
+        puppets.load_report = lambda tokens: {"load": tokens}
     await puppets.start()
     with rig() as made:
         made.backends = puppets.urls
@@ -178,8 +195,9 @@ async def play(name: str, traffic: Traffic, seed: int) -> dict[str, Any]:
         if peer is None:
             return {"missing": made.notes}
         ours = Ours(case.rule, puppets.urls)
-        if case.program == "smg":
-            puppets.polled = _reporter(ours, puppets)
+        if case.program == "smg" or case.kind == "reported pair":
+            report = _reporter if case.program == "smg" else _token_reporter
+            puppets.polled = report(ours, puppets)
             await asyncio.sleep(2.5 * POLL_S)  # its first reports
         run = _Run(case, puppets, ours, peer.port, traffic, seed)
         await run.warm_up()
@@ -202,6 +220,19 @@ def _reporter(ours: Ours, puppets: Puppets) -> Callable[[int], None]:
     return polled
 
 
+def _token_reporter(ours: Ours, puppets: Puppets) -> Callable[[int], None]:
+    """Report tokens in proportion to the requests held; no two servers ever report the same."""
+
+    def polled(server: int) -> None:
+        load = puppets.loads[server]
+        assert load.tokens is not None
+        puppets.told[server] = load.tokens
+        puppets.polled_at = time.monotonic()
+        load.tokens = 1000 * ours.in_flight[server] + server
+
+    return polled
+
+
 class _Run:
     """One program under way."""
 
@@ -216,6 +247,7 @@ class _Run:
         self._last = -1
         self._doubtful_report = -1.0
         self.same = self.ties = self.asked = self.raced = 0
+        self.ranks = [0] * SERVERS  #: how often each rank was taken, where no two are equal
         self.different: list[dict[str, Any]] = []
 
     async def warm_up(self) -> None:
@@ -259,7 +291,12 @@ class _Run:
             arrival.runs = arrival.runs._replace(prefix_hash=hashed)
         decision = ours.chooser.choose(arrival)
         assert decision is not None
-        best = self._best(decision.scores, key)
+        scores = decision.scores
+        if case.kind == "reported pair":
+            scores = np.array(self._puppets.told, np.float64)
+        elif case.kind == "random":
+            scores = np.array(ours.in_flight, np.float64)
+        best = self._best(scores, key)
         number, replica = await self._send(i, prompt, session)
         ours.sent(number, arrival, decision, replica)
         self._last = replica
@@ -275,10 +312,12 @@ class _Run:
         self.asked += 1
         self.ties += len(best) > 1
         self.same += replica in best
+        if len(set(scores.tolist())) == SERVERS:
+            self.ranks[int((scores < scores[replica]).sum())] += 1
         if replica not in best:
             state = {"decision": i, "took": replica, "ours": best, "hot": self._traffic.is_hot(i)}
             state["in_flight"] = ours.in_flight
-            state["scores"] = np.round(decision.scores, 4).tolist()
+            state["scores"] = np.round(scores, 4).tolist()
             self.different.append(state)
 
     async def _learn_owner(self, i: int, key: str, prompt: str, session: str) -> None:
@@ -298,6 +337,8 @@ class _Run:
         if self._case.kind == "owner":
             return [self._owners[key]] if key in self._owners else list(range(SERVERS))
         if self._case.kind == "random":
+            return list(range(SERVERS))
+        if self._case.kind in PAIRS:
             worst = np.flatnonzero(scores == scores.max())
             return [r for r in range(SERVERS) if len(worst) > 1 or r != worst[0]]
         return [int(r) for r in np.flatnonzero(scores == scores.min())]
@@ -314,7 +355,22 @@ class _Run:
             "left_out": self.raced,
             "share": self.same / max(1, self.asked),
             "different": self.different[:20],
+            **self._ranks(),
         }
+
+    def _ranks(self) -> dict[str, Any]:
+        """How often the best, second best, ... was taken, and whether chance explains it."""
+        expected = RANKS.get(self._case.kind)
+        total = sum(self.ranks)
+        if expected is None or total < 20:
+            return {}
+        if self.ranks[-1] and not expected[-1]:
+            return {"ranks": self.ranks, "ranks_p": 0.0}
+        seen, wanted = zip(
+            *((n, total * share) for n, share in zip(self.ranks, expected, strict=True) if share),
+            strict=True,
+        )
+        return {"ranks": self.ranks, "ranks_p": float(stats.chisquare(seen, wanted).pvalue)}
 
 
 def _hash_of(owner: int, i: int) -> int:
@@ -357,6 +413,10 @@ def main() -> None:
             Column(("", "decisions"), [str(row["decisions"]) for row in rows]),
             Column(("", "same"), [f"{row['share']:.1%}" for row in rows]),
             Column(("of them", "ties"), [str(row["ties"]) for row in rows]),
+            Column(
+                ("ranks:", "p"),
+                [f"{row['ranks_p']:.2f}" if "ranks_p" in row else "" for row in rows],
+            ),
         ],
     )
     for name, row in found.items():

@@ -116,9 +116,9 @@ def cell_path(task: CellTask, contender: Contender) -> Path:
     return folder / f"{policy}.{_key(about)}.{_key(version)}" / f"{task.traffic.seed}.json"
 
 
-def _settings(scenario: Scenario, **how: bool) -> dict[str, Any]:
+def _settings(scenario: Scenario, *, exclude_defaults: bool = False) -> dict[str, Any]:
     settings: dict[str, Any] = scenario.model_dump(
-        mode="json", exclude={"name", "description"}, **how
+        mode="json", exclude={"name", "description"}, exclude_defaults=exclude_defaults
     )
     # A file of recorded traffic is known by its digest, wherever it lies.
     if _file_digest(scenario.workload.name) is not None:

@@ -24,7 +24,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-envoy test-loop coverage bench evaluate routers parity fidelity peers report clean
+.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-envoy test-loop coverage bench evaluate real routers parity fidelity peers report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -96,6 +96,12 @@ evaluate: $(STAMP) ## the trained policy on both suites against all opponents (u
 	$(BIN)/tailrace evaluate --suite standard --requests 10000 -o $(EVALUATION)/standard --write-shipped
 	$(BIN)/tailrace evaluate --suite holdout --requests 10000 --seeds 10 --against rules --against learned -o $(EVALUATION)/holdout --write-shipped
 	for suite in standard holdout; do cp $(EVALUATION)/$$suite/results.json docs/results/$$suite.json; done
+	$(BIN)/python docs/headline.py
+
+TRACES ?= traces
+real: $(STAMP) ## the trained policy on recorded traffic, TRACES=folder, against all baselines (under an hour), and its tables
+	$(BIN)/tailrace evaluate --suite real --traces $(TRACES) -o $(EVALUATION)/real
+	sed 's|"name": ".*/traces/|"name": "|' $(EVALUATION)/real/results.json > docs/results/real.json
 	$(BIN)/python docs/headline.py
 
 routers: $(STAMP) ## today's rules of other routers on the suite standard, for picture and table of README (ten minutes)

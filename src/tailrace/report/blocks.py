@@ -86,7 +86,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """All of a report."""
+    """The whole report."""
 
     subject: str
     title: str

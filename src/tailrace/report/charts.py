@@ -25,7 +25,7 @@ _SIZE = re.compile(r"scale-(\d+)$|(?:^|-)(\d+)-replicas$")
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture with its words."""
+    """A picture with its caption."""
 
     title: str
     svg: Markup
@@ -118,7 +118,7 @@ def _named(results: Results) -> list[str]:
 
 
 def _part(results: Results, name: str) -> str:
-    """What a policy is in plots over all scenarios."""
+    """Role of a policy in plots over all scenarios."""
     if name == results.subject:
         return "subject"
     if name == results.data.best_single:
@@ -127,7 +127,7 @@ def _part(results: Results, name: str) -> str:
 
 
 def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Points that no other one beats in both, from left to right."""
+    """Pareto-optimal points, from left to right."""
     front: list[tuple[float, float]] = []
     for x, y in sorted(points):
         if not front or y < front[-1][1]:

@@ -152,7 +152,7 @@ def _tile(label: str, interval: Interval, *, more_is_better: bool) -> Tile:
 
 
 def judged(interval: Interval, *, more_is_better: bool = False) -> str:
-    """Return better or worse if all of the interval says so, else even."""
+    """Return better or worse if the whole interval is on one side of 1, else even."""
     if interval.low is None or interval.high is None or interval.low <= 1 <= interval.high:
         return "even"
     return "better" if (interval.low > 1) == more_is_better else "worse"

@@ -35,7 +35,7 @@ def render(
 
 
 def render_page(report: ReportContent, *, markdown: bool = False) -> str:
-    """Return what a report says as one file."""
+    """Return a report as one file."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=not markdown,
@@ -62,7 +62,7 @@ def markdown_cell(text: str) -> str:
 
 
 def evaluate_command(results: Results) -> str:
-    """Return the command that makes these results, as far as they tell."""
+    """Return the command that reproduces these results, as far as the file records it."""
     data = results.data
     words = ["tailrace", "evaluate"]
     if data.suite == "custom":
@@ -110,7 +110,7 @@ def made(results: Results) -> list[tuple[str, str]]:
 
 
 def _processor() -> str:
-    """Name of the processor, where Linux tells it."""
+    """Name of the processor, where Linux reports it."""
     path = Path("/proc/cpuinfo")
     if path.is_file():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():

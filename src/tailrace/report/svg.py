@@ -173,7 +173,7 @@ class Panel:
         self.line(points, style, tip)
 
     def dot(self, x: float, y: float, style: str, tip: str, radius: float = 4) -> None:
-        """Draw a dot that says something when it is pointed at."""
+        """Draw a dot with a tooltip."""
         self._add(
             '<circle class="dot {}" cx="{:.1f}" cy="{:.1f}" r="{:g}" tabindex="0">'
             "<title>{}</title></circle>",
@@ -198,7 +198,7 @@ class Panel:
         self._text(place + shift, self.top - 3 - 11 * row, text, anchor, "note")
 
     def level(self, y: float, style: str = "mark") -> None:
-        """Draw a line across at a value of y."""
+        """Draw a horizontal line at a value of y."""
         self._add('<path class="{}" d="M{:.1f} {:.1f}H{:.1f}"/>', style, self.left, self.py(y),
                   self.width - self.right)  # fmt: skip
 
@@ -234,7 +234,7 @@ class Panel:
             self._text(at, line, text, anchor, "name")
 
     def svg(self) -> Markup:
-        """Return all of it."""
+        """Return the panel as SVG."""
         return Markup('<svg viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>').format(
             self.width, self.height, self.label, Markup("").join(self._marks)
         )

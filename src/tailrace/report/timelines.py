@@ -122,14 +122,14 @@ def _cut(time: Timeline, stretch: Stretch) -> Timeline:
 
 
 def event_text(event: Event) -> str:
-    """What happens to which replica."""
+    """Return an event as text."""
     verbs = {"die": "dies", "return": "is back", "drain": "drains"}
     verb = verbs.get(event.kind, f"slows to {event.factor:g}")
     return f"{event.replica} {verb}"
 
 
 def share_scenarios(results: Results, replays: Replays) -> list[str]:
-    """Scenarios whose shares over time say something: replicas fail, or differ in speed."""
+    """Scenarios whose shares over time are worth showing: replicas fail or differ in speed."""
     found: dict[str, str] = {}
     for scenario in results.grid.scenarios:
         settings = results.scenario(scenario) if runs_of(results, replays, scenario) else None

@@ -23,17 +23,17 @@ from tailrace.seeds import generator
 Array = NDArray[np.float64]
 Array32 = NDArray[np.float32]
 
-#: Exchanges per feature; results are means over them.
+#: Permutations per feature; results are averaged over them.
 REPEATS = 3
 #: A feature whose values differ by less than this is constant.
 CONSTANT = 1e-6
 #: A feature that moves probabilities by less than this KL on average is ignored.
 IGNORED_KL = 1e-5
-#: A value this many deviations from its mean in training lies outside of what was trained on ...
+#: A value more than this many deviations from its training mean is outside the training range ...
 OUTSIDE = 4.0
-#: ... and so does a feature if more than this share of its values do.
+#: ... and so is a feature if more than this share of its values are.
 OUTSIDE_SHARE = 0.01
-#: Replicas explained in all: gradients of one take some milliseconds.
+#: Most replicas that are explained: gradients take some milliseconds per replica.
 EXPLAINED_REPLICAS = 200
 #: Largest cluster that is explained: time and memory grow with the square of its size.
 MAX_EXPLAINED = 128
@@ -54,7 +54,7 @@ class States:
 
 
 def join(parts: Sequence[States]) -> States:
-    """Put states together, padded to the largest cluster."""
+    """Concatenate states, padded to the largest cluster."""
     n = max(part.mask.shape[1] for part in parts)
 
     def padded(array: NDArray[np.generic]) -> NDArray[np.generic]:
@@ -73,7 +73,7 @@ def join(parts: Sequence[States]) -> States:
 
 @dataclass(frozen=True)
 class Importance:
-    """What exchanging a feature, or all of a source, does."""
+    """Effect of permuting a feature, or all features of a source."""
 
     name: str
     changed: float  #: share of decisions that change
@@ -82,7 +82,7 @@ class Importance:
 
 @dataclass(frozen=True)
 class FeatureAudit:
-    """One feature: how much it counts, and whether its values are as they were in training."""
+    """One feature: its importance, and how its values compare with those in training."""
 
     name: str
     of: str  #: replica or request
@@ -102,7 +102,7 @@ class FeatureAudit:
 
 @dataclass(frozen=True)
 class AttentionHead:
-    """What one head looks at, mean over replicas and states."""
+    """What one attention head attends to, averaged over replicas and states."""
 
     head: int
     to_self: float
@@ -113,7 +113,7 @@ class AttentionHead:
 
 @dataclass(frozen=True)
 class Audit:
-    """All of it."""
+    """Result of auditing a policy."""
 
     states: int
     explained: int  #: states gradients and attention are taken from
@@ -139,7 +139,7 @@ def log_policy(policy: LearnedPolicy, states: States) -> Array:
 
 
 def audit(policy: LearnedPolicy, states: States, seed: int = 0) -> Audit:
-    """Audit a policy on sampled states; the exchanges depend on ``seed`` alone."""
+    """Audit a policy on sampled states; permutations depend on ``seed`` alone."""
     check_size(states.mask.shape[1])
     policy = policy.copy()
     explained = _sample(states)
@@ -173,7 +173,7 @@ def check_size(replicas: int) -> None:
 def importance(
     policy: LearnedPolicy, states: States, before: Array, name: str, others: Iterable[States]
 ) -> Importance:
-    """Compare the log-probabilities ``before`` [K, n] with those of the states made otherwise."""
+    """Compare the log-probabilities ``before`` [K, n] with those of permuted states."""
     changed, kl = [], []
     for other in others:
         after = log_policy(policy, other)

@@ -1,4 +1,4 @@
-"""What a policy does differently from a rule: where their choices deviate, and why.
+"""Where a policy's choices differ from a rule's, and why.
 
 While the policy routes a scenario, the rule decides some of the requests too, evenly spaced, and
 its choices are only recorded. Equal scores of the rule count as agreement. A rule that is a network
@@ -45,7 +45,7 @@ OWN = tuple(k for k, f in enumerate(REPLICA_FEATURES) if "_vs_" not in f.name)
 
 @dataclass(frozen=True)
 class Question:
-    """A policy that routes, and a rule that only decides, both by their specs."""
+    """A policy that routes and a rule that only decides, both as specs."""
 
     traffic: Traffic
     policy: str
@@ -82,7 +82,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Decisions:
-    """``K`` decisions of a policy in a scenario, and what the rule says to them."""
+    """``K`` decisions of a policy in a scenario, and the rule's choices in the same states."""
 
     scenario: str
     differs: NDArray[np.bool_]  #: [K]
@@ -93,7 +93,7 @@ class Decisions:
 
 
 def decisions(question: Question) -> Decisions:
-    """Let the policy route a scenario and ask the rule on the side."""
+    """Route a scenario with the policy and record what the rule would have chosen."""
     traffic = question.traffic
     scenario = traffic.scenario
     policy, rule = (policy_for(scenario, spec) for spec in (question.policy, question.rule))
@@ -124,7 +124,7 @@ class DecisionWatcher:
         return len(self._rows)
 
     def look(self) -> None:
-        """Look at the decision at hand."""
+        """Record the current decision."""
         view = self._simulation.view()
         mask = view.replicas["available"] != 0
         replica_obs = np.zeros((len(mask), N_REPLICA_FEATURES), np.float32)
@@ -141,7 +141,7 @@ class DecisionWatcher:
             self._keep(view, replica_obs, request_obs, mask, taken, instead)
 
     def _ask(self, policy: BuiltinPolicy) -> tuple[int, Array]:
-        """A policy's choice and scores [n]; its memory and the router's stay as they are."""
+        """A policy's choice and scores [n]; neither its memory nor the router's state changes."""
         fleet, tables = self._simulation.arrays
         router, params = fleet.router[0].copy(), policy.params.copy()
         rule = policy.rule.code
@@ -161,7 +161,7 @@ class DecisionWatcher:
         taken: int,
         instead: int,
     ) -> None:
-        """Keep the decision as the clearest so far; it is explained only if it stays that."""
+        """Keep the decision if it is the clearest so far; only the final one is explained."""
         policy = self._policy
         if not isinstance(policy, LearnedPolicy):
             return
@@ -196,7 +196,7 @@ class DecisionWatcher:
         self._clearest = example
 
     def decisions(self) -> Decisions:
-        """All that was seen."""
+        """Return the recorded decisions."""
         shapes = ((), (N_REQUEST_FEATURES,), (N_REPLICA_FEATURES,), (N_REPLICA_FEATURES,))
         columns = [
             np.array([row[k] for row in self._rows]).reshape(len(self._rows), *shape)
@@ -210,7 +210,7 @@ class DecisionWatcher:
 
 
 def _is_best(scores: Array, choice: int, mask: NDArray[np.bool_]) -> bool:
-    """Whether a rule of these scores [n] would be content with a choice, but for rounding."""
+    """Whether a choice is among the best by these scores [n], up to rounding."""
     known = np.where(mask & ~np.isnan(scores), scores, np.inf)
     least = known.min()
     return bool(known[choice] <= least + EQUAL * (abs(least) if np.isfinite(least) else 0.0))
@@ -219,7 +219,7 @@ def _is_best(scores: Array, choice: int, mask: NDArray[np.bool_]) -> bool:
 def contrast(
     policy: LearnedPolicy, slopes: Array, replica_obs: Array32, taken: int, instead: int
 ) -> tuple[Reason, ...]:
-    """Say what makes a policy prefer one replica to another: mean gradient x difference.
+    """Explain why a policy prefers one replica to another: mean gradient x difference.
 
     ``slopes`` [n, F] are gradients of logits per deviation in training. A comparison with the other
     replicas (NAME_vs_mean) counts with the quantity itself.

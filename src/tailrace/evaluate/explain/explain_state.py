@@ -1,4 +1,4 @@
-"""What a trained policy does in a state, and why: gradient x deviation, in words."""
+"""What a trained policy does in a given state, and why: gradient x deviation, in words."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ _COMPARISON = re.compile(r"_vs_(mean|best)$")
 
 @dataclass(frozen=True)
 class Reason:
-    """What one quantity adds to a replica's logit, compared with other replicas."""
+    """Contribution of one quantity to a replica's logit, relative to other replicas."""
 
     name: str
     effect: float  #: gradient x deviation, in units of the logit
@@ -54,7 +54,7 @@ class Option:
 
 
 def load_of(row: np.void) -> dict[str, Any]:
-    """Return the figures of a replica's view that people are shown."""
+    """Return the figures of a replica's view that are shown to users."""
     return {name: row[name].item() for name in ("queued", "in_flight", "cached_tokens", "speed")}
 
 
@@ -71,7 +71,7 @@ class StateExplanation:
 
 
 def explain_state(policy: LearnedPolicy, state: State, name: str) -> StateExplanation:
-    """Ask a policy, with an empty memory, what it does and why; and the rules what they would."""
+    """Explain a policy's choice, with an empty memory; add what the rules would choose."""
     view = view_of(state)
     check_size(len(view.replicas))
     replica_obs, request_obs, prior = policy.observed(view)
@@ -96,7 +96,7 @@ def explain_state(policy: LearnedPolicy, state: State, name: str) -> StateExplan
 
 
 def _rules(view: View, mask: NDArray[np.bool_]) -> dict[str, tuple[int, ...]]:
-    """The replicas of least score by every rule that runs outside the simulator."""
+    """Best replicas by every rule that runs outside the simulator."""
     found = {}
     for rule in registry.rules():
         if rule.in_engine or rule.name in NOT_ASKED:
@@ -147,7 +147,7 @@ def _reasons(
 
 
 def by_quantity(effects: NDArray[np.float64]) -> dict[str, float]:
-    """Add up the effects [F] of a replica's features; a comparison counts with its quantity."""
+    """Sum the effects [F] of a replica's features by quantity, comparisons included."""
     total: dict[str, float] = {}
     for feature, effect in zip(REPLICA_FEATURES, effects, strict=True):
         quantity = _COMPARISON.sub("", feature.name)
@@ -192,7 +192,7 @@ _INVERSES: Sequence[tuple[str, Callable[[float, float], float]]] = (
 
 
 def unscaled(feature: Feature, value: float) -> float:
-    """Return the quantity a feature's number was made of; for features by themselves."""
+    """Return the quantity that a feature's value encodes; not for comparisons."""
     for pattern, inverse in _INVERSES:
         match = re.fullmatch(pattern, feature.scaling)
         if match:
@@ -201,7 +201,7 @@ def unscaled(feature: Feature, value: float) -> float:
 
 
 def shown(feature: Feature, value: float) -> str:
-    """Return a feature's number as a quantity with its unit."""
+    """Return a feature's value as a quantity with its unit."""
     quantity = unscaled(feature, value)
     if feature.unit == "share":
         return f"{quantity:.0%}"

@@ -1,4 +1,4 @@
-"""Look into a trained policy: what its file says, what it does in scenarios, what it reacts to."""
+"""Inspect a trained policy: its metadata, its behaviour in scenarios, what it reacts to."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ FACTS = (
 
 @dataclass(frozen=True)
 class Habit:
-    """How often the choice is the best one by a single fact, or by a rule."""
+    """How often the choice is the best one by a single criterion or by a rule."""
 
     name: str
     states: int  #: in which it scores replicas differently
@@ -66,7 +66,7 @@ class Behaviour:
 
 @dataclass(frozen=True)
 class Inspection:
-    """A trained policy from outside and inside."""
+    """Everything `tailrace inspect` shows of a policy."""
 
     policy: str
     parameters: int  #: trainable numbers
@@ -76,7 +76,7 @@ class Inspection:
 
 
 def learned(name: str) -> LearnedPolicy:
-    """Return the trained policy of a name, or say what else can be done with it."""
+    """Return the trained policy of a name; raises with a hint if it is not a trained one."""
     policy: Policy = registry.get(name)
     if isinstance(policy, LearnedPolicy):
         return policy
@@ -93,13 +93,13 @@ def learned(name: str) -> LearnedPolicy:
 
 
 def description(policy: LearnedPolicy) -> dict[str, Any]:
-    """Return what a policy's file says of it, but for its features."""
+    """Return the metadata in a policy's file, without its features."""
     about = {key: value for key, value in policy.about.items() if key != "schema"}
     return {"network": policy.config.model_dump(mode="json"), **about}
 
 
 def parameters(policy: LearnedPolicy) -> int:
-    """Return how many numbers of a policy were trained; normalisers are not."""
+    """Return the number of trained parameters, without normalisers."""
     return sum(t.size for name, t in policy.tensors.items() if "_norm." not in name)
 
 
@@ -111,7 +111,7 @@ def inspect(
     states: int = 1000,
     progress: Callable[[], None] = lambda: None,
 ) -> Inspection:
-    """Play scenarios with a policy and look at about ``states`` of its decisions in each."""
+    """Run scenarios with a policy and sample about ``states`` of its decisions in each."""
     found, behaviours = [], []
     for world in worlds:
         seen, behaviour = _play(policy.copy(), with_capacity(world), seed, states)
@@ -130,7 +130,7 @@ def inspect(
 def _play(
     policy: LearnedPolicy, scenario: Scenario, seed: int, count: int
 ) -> tuple[States, Behaviour]:
-    """Let the policy route a scenario and look at some of its decisions, evenly spaced."""
+    """Route a scenario with the policy and sample evenly spaced decisions."""
     if uses_reference(scenario.cluster, scenario.engine):
         raise TailraceError(
             f"inspect needs the compiled engine, and {scenario.name} runs on the reference engine"
@@ -162,7 +162,7 @@ def _play(
 
 
 def visit(play: Simulation, policy: BuiltinPolicy, count: int, look: Callable[[], None]) -> None:
-    """Let a policy route, and keep a number of evenly spaced decisions after the warm-up."""
+    """Run a policy and keep evenly spaced decisions after the warm-up."""
     fleet, tables = play.arrays
     requests = int(fleet.clusters[0]["n_requests"])
     warmup = int(WARM_UP * requests)
@@ -181,7 +181,7 @@ def visit(play: Simulation, policy: BuiltinPolicy, count: int, look: Callable[[]
 
 
 class _Watcher:
-    """Writes down what a policy sees and would do, and what every rule would do in its place."""
+    """Records what a policy sees and chooses, and what every rule would choose."""
 
     def __init__(self, policy: LearnedPolicy, simulation: Simulation) -> None:
         self._policy = policy
@@ -197,7 +197,7 @@ class _Watcher:
         return len(self._seen)
 
     def look(self) -> None:
-        """Look at the decision at hand and leave everything as it was."""
+        """Record the current decision without side effects."""
         view = self._simulation.view()
         mask = view.replicas["available"] != 0
         before = view.router.copy()
@@ -221,7 +221,7 @@ class _Watcher:
         return opinions
 
     def states(self) -> States:
-        """All that was seen."""
+        """Return the recorded states."""
         return States(*(np.array(part) for part in zip(*self._seen, strict=True)))
 
     def agreement(self) -> tuple[Habit, ...]:

@@ -1,7 +1,7 @@
-"""One state, written down by hand in a file, as a router would see it.
+"""A hand-written state, as a router would see it.
 
-The file lists the request and the replicas with what the router would know of them; all that is
-left out is as on an idle cluster. See examples/states/.
+The file lists the request and what the router knows of each replica; values left out are those of
+an idle cluster. See examples/states/.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ class RequestState(Settings):
 
 
 class ReplicaState(Replica):
-    """A replica, or several alike, and what the router knows of it."""
+    """One or several equal replicas, and what the router knows of them."""
 
     available: bool = True
     """Whether it may get requests."""
@@ -85,7 +85,7 @@ class ReplicaState(Replica):
 
 
 class State(Settings):
-    """A decision to be taken."""
+    """A routing decision to explain."""
 
     description: str = ""
     """What it is meant to show."""

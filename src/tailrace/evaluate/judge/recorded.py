@@ -189,7 +189,7 @@ def _too_large(table: RequestTable, cluster: Cluster) -> NDArray[np.bool_]:
 
 
 def _written(path: Path, read: Trace, rows: NDArray[np.bool_], keys: NDArray[np.uint64]) -> _Part:
-    """Write some rows of a trace to a file, unless it is there already."""
+    """Write some rows of a trace to a file."""
     count = int(rows.sum())
     part = _Part(path, count, int(numbered(keys[rows]).max()) + 1)
     # Times of conversations count from their beginning, so they are kept in any case.

@@ -38,14 +38,14 @@ class ServiceObjective:
             raise TailraceError(f"the limit of {self.kind} must be {what}, got {self.limit}")
 
     def met(self, summary: Summary) -> bool:
-        """Whether a run keeps to it; a run in which requests fail or never start does not."""
+        """Whether a run meets it; a run in which requests fail or never start does not."""
         if self.kind == "attainment":
             return summary.slo_attainment >= self.limit
         value = getattr(summary, self.kind.replace("_p99_s", "_s")).p99
         return summary.finished == summary.requests and value is not None and value <= self.limit
 
     def __str__(self) -> str:
-        """Say it as a condition."""
+        """Return it as a condition."""
         return f"{self.kind} {'>=' if self.kind == 'attainment' else '<='} {self.limit:g}"
 
 

@@ -1,4 +1,4 @@
-"""How much a reward leaves to be won: every rule and the look-aheads under it, on equal arrivals.
+"""Headroom of a reward: every rule and the look-aheads scored with it, on equal arrivals.
 
 A reward is worth training on if the look-ahead gets clearly more of it than the best rule (else a
 rule is the ceiling), if policies get different amounts of it at all (else it is dead), and if it
@@ -73,7 +73,7 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a policy gets more than the best rule, decision by decision on equal arrivals."""
+    """A policy's reward minus the best rule's, per decision, on equal arrivals."""
 
     policy: str
     difference: float  #: mean reward per decision, policy - best rule
@@ -83,7 +83,7 @@ class Gain:
 
     @property
     def is_real(self) -> bool:
-        """Whether it is worth speaking of, and on all seeds alike."""
+        """Whether it is large enough to matter and has the same sign on all seeds."""
         surely = self.difference > 0 if self.low is None else self.low > 0
         return surely and (self.share is None or self.share >= MIN_ROOM)
 
@@ -124,7 +124,7 @@ class HeadroomEnv(Core):
         self._fleets[0] = new_fleet(self.allocation, self.n, lookahead=True)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
-        """Carry out actions [n], SKIP where it is over; returns rewards [n] and what is over."""
+        """Apply actions [n], SKIP where a run has ended; return rewards [n] and which runs ended."""
         step_fleet(self._fleets[0], self._tables, actions, self.step_out)
         self._check()
         over = self.step_out.status == engine.OVER
@@ -132,7 +132,7 @@ class HeadroomEnv(Core):
         return self.reward(self.step_out, reference_cost), over
 
     def _follow(self, rule: BuiltinPolicy, over: NDArray[np.bool_]) -> Array:
-        """What the reference paid [n] in the same time, or to its own end where we are at ours.
+        """What the reference paid [n] in the same time, or until its own end where ours has ended.
 
         Otherwise a policy that finishes early would get less of the reference's cost back.
         """
@@ -250,7 +250,7 @@ def judged(
     decisions: int,
     played: Sequence[RewardResult],
 ) -> Headroom:
-    """Rank what was played and say what it means."""
+    """Rank the results and interpret them."""
     ranked = sorted(played, key=lambda p: -p.reward)
     best = next(p for p in ranked if p.kind == "rule")
     magnitude = float(np.mean([p.magnitude for p in ranked]))
@@ -300,7 +300,7 @@ def _rank_correlation(played: Sequence[RewardResult]) -> float | None:
 
 
 def _verdicts(found: Headroom) -> list[str]:
-    """Sentences for people, the gravest first."""
+    """Verdicts as sentences, the most serious first."""
     if found.dead:
         verdict = (
             f"The reward is dead: the means of all policies lie within {found.range_share:.2%} of "

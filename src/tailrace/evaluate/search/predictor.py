@@ -38,7 +38,7 @@ Tensors = dict[str, NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class RecordTask:
-    """Decisions to be recorded on some traffic: of a rule, or of the predictor itself."""
+    """Record decisions on some traffic, of a rule or of the predictor itself."""
 
     traffic: Traffic
     driver: str
@@ -46,7 +46,7 @@ class RecordTask:
 
 
 def recorded(task: RecordTask) -> RecordedStates:
-    """Do a task."""
+    """Run a task."""
     return record(task.traffic, partial(_driver, task), EPSILON)
 
 

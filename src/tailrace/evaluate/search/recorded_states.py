@@ -1,4 +1,4 @@
-"""Decisions of a run as a learned policy would have seen them, with what became of the requests."""
+"""Decisions of a run as a learned policy would have seen them, with the costs that followed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class RecordedStates:
 
 
 class StateRecorder(Policy):
-    """Lets another policy decide and writes down what there was to see."""
+    """Lets another policy decide and records the observations."""
 
     def __init__(self, driver: Policy, requests: int, epsilon: float, seed: int) -> None:
         """A share ``epsilon`` of the choices is random, so that bad choices are seen too."""
@@ -56,7 +56,7 @@ class StateRecorder(Policy):
         return self._driver.scores(view)
 
     def sent(self, replica: int, request_id: int, now: float) -> None:
-        """Keep what was seen of the replica it went to."""
+        """Keep the observation of the chosen replica."""
         del now
         self.replica_obs[request_id] = self._all.pop(request_id)[replica]
 

@@ -24,7 +24,7 @@ AIMS = (1.0, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of replica that can be had."""
+    """A kind of replica that is available."""
 
     name: str
     replica: Replica
@@ -33,7 +33,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a cluster has to do."""
+    """Requirements on a cluster."""
 
     scenario: Scenario  #: its cluster does not count, its rate does
     objectives: tuple[ServiceObjective, ...]
@@ -55,7 +55,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Trial:
-    """One cluster, tried."""
+    """One simulated cluster."""
 
     counts: Counts  #: of each kind
     price: float
@@ -173,7 +173,7 @@ def search(task: SizingTask, attempt: Attempt = simulated) -> Need:
 
 
 def _fewest(met: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest number from 1 to ``most`` that will do; None if none does."""
+    """Return the smallest sufficient number from 1 to ``most``; None if none is sufficient."""
     low, high = 0, 1
     while not met(high):
         if high == most:
@@ -192,7 +192,7 @@ def _only(kind: int, count: int, kinds: int) -> Counts:
 def _cheaper_mixes(
     kinds: Sequence[Kind], alone: Sequence[int | None], most: int
 ) -> Iterator[Counts]:
-    """Mixes that cost less than the cheapest single kind and may be enough, cheapest first."""
+    """Mixes cheaper than the cheapest single kind that may suffice, cheapest first."""
     prices = [kind.price for kind in kinds]
     limit = min((n * p for n, p in zip(alone, prices, strict=True) if n is not None), default=None)
     if limit is None or len(kinds) == 1:

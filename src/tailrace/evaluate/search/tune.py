@@ -43,7 +43,7 @@ RULE_SIGMA, WEIGHT_SIGMA = 0.25, 0.3
 
 @dataclass(frozen=True)
 class Knob:
-    """A constant of a rule and where to look for better ones."""
+    """A constant of a rule and its search range."""
 
     name: str
     low: float

@@ -1,4 +1,4 @@
-"""Files of what was tuned: constants of rules as JSON, learned baselines as policy files."""
+"""Files of tuning results: constants of rules as JSON, learned baselines as policy files."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from tailrace.policy.shipped import LINEAR, PREDICTOR, spec_of
 
 
 def record_of(rule: str, tuned: Tuned, conditions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the file says of one rule."""
+    """Return the record of one rule."""
     return {
         "constants": tuned.constants,
         "spec": spec_of(rule, tuned.constants),
@@ -33,7 +33,7 @@ def record_of(rule: str, tuned: Tuned, conditions: Mapping[str, Any]) -> dict[st
 
 
 def merge(path: Path, records: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put records of rules into a file; what it says of other rules stays."""
+    """Merge records of rules into a file; records of other rules are kept."""
     rules: dict[str, Any] = {}
     if path.is_file():
         try:

@@ -124,7 +124,7 @@ class HeadroomEnv(Core):
         self._fleets[0] = new_fleet(self.allocation, self.n, lookahead=True)
 
     def step(self, actions: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_]]:
-        """Apply actions [n], SKIP where a run has ended; return rewards [n] and which runs ended."""
+        """Apply actions [n], SKIP for runs that ended; return rewards [n] and which runs ended."""
         step_fleet(self._fleets[0], self._tables, actions, self.step_out)
         self._check()
         over = self.step_out.status == engine.OVER

@@ -1,6 +1,7 @@
 """A scriptable backend on raw asyncio, and a router in front of several of them."""
 
 import asyncio
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -109,16 +110,20 @@ class Backend:
         """Set whenever a connection with a request under way ended."""
         self.arrived = asyncio.Event()
         self.port = 0
+        self._host, self._tls = "127.0.0.1", None
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http{'s' if self._tls else ''}://{self._host}:{self.port}"
 
-    async def start(self, port: int = 0) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+    async def start(
+        self, port: int = 0, host: str = "127.0.0.1", tls: ssl.SSLContext | None = None
+    ) -> None:
+        self._host, self._tls = f"[{host}]" if ":" in host else host, tls
+        self._server = await asyncio.start_server(self._serve, host, port, ssl=tls)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:

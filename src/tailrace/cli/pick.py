@@ -16,7 +16,7 @@ def command(config: Path | None, check: bool, **given: Any) -> int:
     """Pick the best of several servers for each request of a proxy.
 
     Speaks the endpoint picker protocol of the Gateway API Inference Extension: Envoy's external
-    processing (ext_proc) over gRPC without TLS. The settings are those of `tailrace serve`.
+    processing (ext_proc) over gRPC. The settings are those of `tailrace serve`.
     docs/picker.md explains how to set up Envoy.
 
     Example: tailrace pick -b http://10.0.0.1:8000 -b http://10.0.0.2:8000 --listen 0.0.0.0:9002

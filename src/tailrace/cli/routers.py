@@ -184,8 +184,8 @@ def _warn(url: str, why: str) -> None:
 
 
 def _announce(router: "RouterCore", shown: tuple[str, str]) -> None:
-    policy = router.backends.chooser.policy.name
-    _say_where(len(router.backends.present), policy, router.listen_at, router.admin_at, shown)
+    policy, size = router.backends.chooser.policy.name, len(router.backends.present)
+    _say_where(size, policy, router.listen_at, router.admin_at, shown, router.settings)
 
 
 def _announce_several(settings: "ServeSettings", shown: tuple[str, str]) -> None:
@@ -196,12 +196,13 @@ def _announce_several(settings: "ServeSettings", shown: tuple[str, str]) -> None
         address(settings.listen),
         address(admin) if admin != "off" else None,
         shown,
+        settings,
     )
 
 
 def _say_where(
     size: int, policy: str, listen: tuple[str, int], admin: tuple[str, int] | None,
-    shown: tuple[str, str],
+    shown: tuple[str, str], settings: "ServeSettings",
 ) -> None:  # fmt: skip
     click.echo(f"routing to {size} backend{'s' * (size > 1)} with policy {policy}")
     for what, where in (("listening on", listen), ("status page on", admin)):
@@ -209,7 +210,9 @@ def _say_where(
             host, port = where
             host = f"[{host}]" if ":" in host else host
             scheme, path = shown if where is listen else ("http", "/")
-            click.echo(f"{what} {scheme}://{host}:{port}{path}")
+            tls = settings.tls if where is listen else settings.admin.tls
+            secure = "s" * (tls.certificate is not None)
+            click.echo(f"{what} {scheme}{secure}://{host}:{port}{path}")
     if not is_loopback(listen[0]):
         click.echo("note: other machines can reach this router", err=True)
     sys.stdout.flush()

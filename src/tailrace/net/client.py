@@ -7,7 +7,6 @@ import asyncio
 import errno
 import logging
 import os
-import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +14,9 @@ from typing import Protocol, cast
 
 from tailrace.net.framing import BodyReader, BrokenMessageError, CloseReader, reader_for
 from tailrace.net.head_cache import ResponseHeadCache, length_in
-from tailrace.net.heads import RequestHead, ResponseHead, upstream_start
+from tailrace.net.heads import NO_NAMES, RequestHead, ResponseHead, upstream_start
 from tailrace.net.origin import Origin
+from tailrace.net.tls import TlsContext, TlsFiles, client_context, explain
 
 #: vLLM closes connections that are idle for 5 s, so those idle for nearly as long are not reused.
 IDLE_S = 4.0
@@ -399,11 +399,14 @@ class Pool:
         api_key: str | None = None,
         headers: Mapping[str, str] | None = None,
         max_idle: int = MAX_IDLE,
+        tls: TlsContext | None = None,
+        server_name: str = "",
     ) -> None:
         """``api_key``: sent as a bearer token, in place of any other Authorization.
 
         ``headers``: sent with every request of this process (not with those that are passed on).
-        ``max_idle``: connections kept for later requests.
+        ``max_idle``: connections kept for later requests. ``tls``: for https; default: the system's
+        authorities. ``server_name``: whose certificate the server must show, default: the host's.
         """
         self.origin = origin
         self.made = 0
@@ -419,12 +422,13 @@ class Pool:
         self._idle: list[UpstreamConnection] = []
         self._open: set[UpstreamConnection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
-        self._ssl = ssl.create_default_context() if origin.tls else None
+        self._tls = (tls or TlsContext(TlsFiles(), client_context)) if origin.tls else None
+        self._server_name = (server_name or origin.host) if origin.tls else None
         self._host = origin.authority.encode()
         self._prefix = origin.prefix.encode()
         self._authorization = f"Bearer {api_key}".encode() if api_key else None
         self._closed = False
-        self._starts: dict[tuple[RequestHead, bool], bytes] = {}
+        self._starts: dict[tuple[RequestHead, bool, frozenset[bytes]], bytes] = {}
 
     @property
     def open(self) -> int:
@@ -432,23 +436,34 @@ class Pool:
         return len(self._open)
 
     def request_head(
-        self, request: RequestHead, body_bytes: int, request_id: bytes, *, keys: bool = True
+        self,
+        request: RequestHead,
+        body_bytes: int,
+        request_id: bytes,
+        *,
+        keys: bool = True,
+        lines: bytes = b"",
+        dropped: frozenset[bytes] = NO_NAMES,
     ) -> bytes:
         """Build the head for a client's request that is passed on to this server.
 
         ``keys``: the client's own keys may be passed on, if this server has none of ours.
+        ``lines``: further headers, each with CRLF before it. ``dropped``: lower-case names of
+        headers that are not passed on.
         """
         # Most requests share their heads (head_cache.py), which makes this 1 us cheaper.
-        start = self._starts.get((request, keys))
+        start = self._starts.get((request, keys, dropped))
         if start is None:
             if len(self._starts) >= MAX_STARTS:
                 self._starts.clear()
-            start = self._starts[request, keys] = upstream_start(
-                request, self._host, self._prefix, self._authorization, keys=keys
+            start = self._starts[request, keys, dropped] = upstream_start(
+                request, self._host, self._prefix, self._authorization, keys=keys, dropped=dropped
             )
         if body_bytes or request.sized:
-            return b"%b%b\r\ncontent-length: %d\r\n\r\n" % (start, request_id, body_bytes)
-        return b"%b%b\r\n\r\n" % (start, request_id)
+            return b"%b%b%b\r\ncontent-length: %d\r\n\r\n" % (
+                start, request_id, lines, body_bytes,
+            )  # fmt: skip
+        return b"%b%b%b\r\n\r\n" % (start, request_id, lines)
 
     def head(self, method: bytes, path: bytes, body_bytes: int, lines: bytes = b"") -> bytes:
         """Build the head of a request of this process; ``lines``: headers, each ended by CRLF."""
@@ -545,13 +560,15 @@ class Pool:
         try:
             async with asyncio.timeout(self._connect_s):
                 _, connection = await loop.create_connection(
-                    lambda: UpstreamConnection(self), host, port, ssl=self._ssl
-                )
+                    lambda: UpstreamConnection(self), host, port,
+                    ssl=self._tls.context if self._tls is not None else None,
+                    server_hostname=self._server_name,
+                )  # fmt: skip
         except TimeoutError:
             sink.failed(f"{_CONNECT_TIMEOUT} {self._connect_s:g} s", connecting=True)
             return
         except OSError as error:
-            why = NO_FILES if _is_shortage(error) else f"cannot connect: {error.strerror or error}"
+            why = NO_FILES if _is_shortage(error) else f"cannot connect: {explain(error)}"
             if why is NO_FILES:
                 self.close_idle()
             sink.failed(why, connecting=True)

@@ -23,6 +23,11 @@ HOP_BY_HOP = frozenset(
 KEY_HEADERS = frozenset((b"authorization", b"x-api-key"))
 #: Request headers we set ourselves.
 _OURS = frozenset((b"host", b"content-length", b"expect", b"x-request-id"))
+#: Headers in which proxies say for whom they ask, in lower case. They are passed on only from
+#: proxies that the router trusts.
+FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-port",
+                       b"x-forwarded-proto", b"x-real-ip"))  # fmt: skip
+NO_NAMES: frozenset[bytes] = frozenset()
 _ROUTER_HEADERS = b"x-tailrace-"
 #: A 205 has no content either, but its framing is that of any response (RFC 9112 6.3).
 _NO_BODY_STATUSES = frozenset((204, 304))
@@ -83,12 +88,13 @@ class RequestHead:
         self.memo: Any = None
         """What the service has found out about the head, which many requests share."""
 
-    def passed(self, *, keys: bool) -> bytes:
+    def passed(self, *, keys: bool, dropped: frozenset[bytes] = NO_NAMES) -> bytes:
         """Build the header lines to pass on to a backend, each with CRLF before it.
 
-        ``keys``: the client's keys are passed on too.
+        ``keys``: the client's keys are passed on too. ``dropped``: lower-case names of headers that
+        are not.
         """
-        dropped = HOP_BY_HOP | _OURS
+        dropped = dropped | HOP_BY_HOP | _OURS | FORWARDED
         if b"connection" in self.lower:
             named = connection_tokens(self.headers)
             # End-to-end headers cannot be removed by naming them in Connection.
@@ -234,13 +240,15 @@ def upstream_start(
     authorization: bytes | None,
     *,
     keys: bool = True,
+    dropped: frozenset[bytes] = NO_NAMES,
 ) -> bytes:
     """Build the head for a backend, up to the request id: its own host, no hop-by-hop headers.
 
     ``keys``: the client's keys are passed on, unless there is an ``authorization`` of the backend.
+    ``dropped``: as for :meth:`RequestHead.passed`.
     The id and our own framing follow, see ``Pool.request_head``.
     """
-    passed = request.passed(keys=keys and authorization is None)
+    passed = request.passed(keys=keys and authorization is None, dropped=dropped)
     start = b"%b %b%b HTTP/1.1\r\nhost: %b%b" % (
         request.method, prefix, request.target, backend, passed,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Server side of HTTP/2 (RFC 9113) without TLS negotiation: what gRPC needs, and no more.
+"""Server side of HTTP/2 (RFC 9113): what gRPC needs, and no more. TLS is the transport's.
 
 A connection parses frames, keeps both flow-control windows and hands the data of each stream to a
 handler. There is no server push, no priorities, no upgrade from HTTP/1.1. A general library in

@@ -301,6 +301,8 @@ class ClientConnection(asyncio.Protocol):
         """Respond to what a client has sent before it ended its side of the connection."""
         if self._closing and not self.busy:
             return False
+        if self._transport is None or self._transport.get_extra_info("sslcontext") is not None:
+            return False  # TLS has no half-open connections
         self._eof = True
         self._suspect()
         if self.busy or self._scheduled or self._stalled:

@@ -1,6 +1,5 @@
 """The endpoint picker: the router's state and policies behind a gRPC listener for a proxy."""
 
-import asyncio
 import ipaddress
 from typing import Any
 
@@ -11,6 +10,7 @@ from tailrace.picker import health, messages
 from tailrace.picker.stream import PickStream
 from tailrace.router import listening
 from tailrace.router.core import RouterCore
+from tailrace.router.listening import Listener
 from tailrace.router.proxy.backends import Backend
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
@@ -100,10 +100,8 @@ class Picker(RouterCore):
 
     # The listener (net.http2.ConnectionOwner).
 
-    async def _listen(self) -> tuple[list[asyncio.AbstractServer], tuple[str, int]]:
-        loop, limits = asyncio.get_running_loop(), self.settings.limits
-        sockets = listening.listen(self.settings.listen, shared=self.settings.share_port)
-        name = sockets[0].getsockname()
+    async def _listen(self) -> Listener:
+        settings, limits = self.settings, self.settings.limits
 
         def connection() -> Http2Connection:
             return Http2Connection(
@@ -111,11 +109,10 @@ class Picker(RouterCore):
                 start_s=limits.header_s, stall_s=limits.client_stall_s, clock=self.clock,
             )  # fmt: skip
 
-        servers: list[asyncio.AbstractServer] = [
-            await loop.create_server(connection, sock=each, backlog=listening.BACKLOG)
-            for each in sockets
-        ]
-        return servers, (str(name[0]), int(name[1]))
+        return await listening.serve(
+            settings.listen, connection, shared=settings.share_port,
+            tls=self._server_tls(settings.tls, "h2"), handshake_s=limits.header_s,
+        )  # fmt: skip
 
     def opened(self, connection: Http2Connection) -> bool:
         """Accept a connection unless there are too many."""

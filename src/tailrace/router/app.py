@@ -1,6 +1,5 @@
 """The router as a proxy: its listener, and the endpoints that it answers itself."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +8,13 @@ from tailrace.net.head_cache import RequestHeadCache
 from tailrace.net.heads import RequestHead
 from tailrace.net.limits import plain
 from tailrace.net.server import ClientConnection, HttpRequest, Work, error_body
-from tailrace.router import process
+from tailrace.router import listening, process
 from tailrace.router.access import refusals
 from tailrace.router.access.accounts import ADMITTED
 from tailrace.router.access.keyring import Client
-from tailrace.router.core import CATCH_UP_S, OK_BODY, RouterCore, serve_http
+from tailrace.router.core import CATCH_UP_S, OK_BODY, RouterCore
 from tailrace.router.intake.routes import LIVE, MODELS, OTHER, READY, Route, RouteTable
+from tailrace.router.listening import Listener
 from tailrace.router.observe.events import EventSink
 from tailrace.router.proxy import models
 from tailrace.router.proxy.dispatcher import RequestDispatcher
@@ -47,10 +47,14 @@ class Router(RouterCore):
         )
         return self.dispatcher
 
-    async def _listen(self) -> tuple[list[asyncio.AbstractServer], tuple[str, int]]:
+    async def _listen(self) -> Listener:
         self._most_clients = process.most_clients()
         RequestChunks().feed(b"0\r\n\r\n")  # compile it now
-        return await serve_http(self.settings.listen, self, shared=self.settings.share_port)
+        settings = self.settings
+        return await listening.serve(
+            settings.listen, lambda: ClientConnection(self), shared=settings.share_port,
+            tls=self._server_tls(settings.tls, "http/1.1"), handshake_s=settings.limits.header_s,
+        )  # fmt: skip
 
     @property
     def open_connections(self) -> int:

@@ -23,7 +23,7 @@ from tailrace.router.settings import BackendSettings
 #: Settings that are read at the start only.
 FIXED = (
     "listen", "processes", "share_port", "tokenizer", "tokens.source", "decisions.folder",
-    "admin.listen", "admin.token_env", "limits.connect_s", "log.level",
+    "admin.listen", "admin.token_env", "tls", "admin.tls", "limits.connect_s", "log.level",
 )  # fmt: skip
 _PREFIX = "configuration-"
 #: Earlier versions that are kept, so that a worker that is behind cannot publish one of them.

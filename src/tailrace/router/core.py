@@ -18,13 +18,15 @@ from tailrace.config import parse
 from tailrace.errors import TailraceError
 from tailrace.net.byte_budget import ByteBudget
 from tailrace.net.client import FetchError
-from tailrace.net.server import ClientConnection, Service
+from tailrace.net.server import ClientConnection
+from tailrace.net.tls import TlsContext, TlsContexts
 from tailrace.router import listening, process
 from tailrace.router.access.keyring import Keyring
 from tailrace.router.admin import JSON, Admin, AdminResponse, AdminRoutes, TakesBody, json
 from tailrace.router.configuration import Configuration, ConfigurationStore
 from tailrace.router.decide.chooser import Chooser
 from tailrace.router.intake.tokens import TokenCounter
+from tailrace.router.listening import Listener
 from tailrace.router.observe import prometheus, status
 from tailrace.router.observe.decision_log import DecisionLog, load_salt
 from tailrace.router.observe.events import EventSink
@@ -35,7 +37,7 @@ from tailrace.router.proxy.backends import Backend, BackendChange, Backends
 from tailrace.router.proxy.catalogue import ModelCatalogue
 from tailrace.router.proxy.request_intake import RequestIntake
 from tailrace.router.serve_settings import ServeSettings
-from tailrace.router.settings import BackendSettings
+from tailrace.router.settings import BackendSettings, ListenerTls
 from tailrace.router.state import server_speeds
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import WorkerView
@@ -47,6 +49,8 @@ SWEEP_S = 0.1
 RETURN_MEMORY_S = 1.0
 #: Pause before a worker that could not take over a change tries again, in s.
 CATCH_UP_S = 5.0
+#: How often it is checked whether the files of certificates have changed, in s.
+CERTIFICATES_S = 2.0
 #: How often a stopping router checks whether all clients have gone, in s.
 STOP_POLL_S = 0.02
 
@@ -94,6 +98,7 @@ class RouterCore:
         self.clock = clock
         self.draining = False
         self.telemetry = Telemetry(clock)
+        self.tls = TlsContexts()
         salt = salt or load_salt(settings.decisions.folder)
         counter = TokenCounter(settings.tokenizer, settings.tokens.source)
         cluster = ClusterState(
@@ -105,7 +110,7 @@ class RouterCore:
         self.decision_log = DecisionLog(settings.decisions, salt, clock_now=clock())
         self.backends = Backends(
             configuration, settings, cluster, Chooser(cluster, settings.routing), room,
-            self._retired,
+            self._retired, self.tls,
         )  # fmt: skip
         self.models = ModelCatalogue(self.backends, settings.models, clock)
         self.intake = self._new_intake(events or self.telemetry)
@@ -117,8 +122,8 @@ class RouterCore:
         self._return_memory_at = math.inf
         self.now = self.admin.now = self.intake.context.now = clock()
         self._load = load
-        self._servers: list[asyncio.AbstractServer] = []
-        self._admin_servers: list[asyncio.AbstractServer] = []
+        self._listener: Listener | None = None
+        self._admin_listener: Listener | None = None
         self._others: list[asyncio.AbstractServer] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -126,7 +131,7 @@ class RouterCore:
         """Why this worker still uses old settings; empty: it does not."""
         self._wanted: Configuration | None = None  # the latest, if it could not be taken over
         self._try_at = 0.0
-        self._listen_at = self._admin_at = ("", 0)
+        self._certificates_at = 0.0
 
     # What subclasses do.
 
@@ -134,8 +139,8 @@ class RouterCore:
         """Return what reads requests and looks after them."""
         return RequestIntake(self.settings, self.backends, events, self.decision_log, self.models)
 
-    async def _listen(self) -> tuple[list[asyncio.AbstractServer], tuple[str, int]]:
-        """Listen for requests; return the servers, and the address of the first."""
+    async def _listen(self) -> Listener:
+        """Listen for requests."""
         raise NotImplementedError
 
     @property
@@ -169,6 +174,12 @@ class RouterCore:
     @events.setter
     def events(self, events: EventSink) -> None:
         self.intake.context.events = events
+
+    def _server_tls(self, settings: ListenerTls, protocol: str) -> TlsContext | None:
+        """Return the TLS of a listener for a protocol (ALPN); None: it has no certificate."""
+        if settings.certificate is None:
+            return None
+        return self.tls.server(settings.files, (protocol,))
 
     # Admin endpoints.
 
@@ -210,12 +221,12 @@ class RouterCore:
     @property
     def listen_at(self) -> tuple[str, int]:
         """Host and port for clients, once started."""
-        return self._listen_at
+        return self._listener.at if self._listener is not None else ("", 0)
 
     @property
     def admin_at(self) -> tuple[str, int] | None:
         """Host and port of the admin listener, once started; None: there is none."""
-        return self._admin_at if self._admin_at[1] else None
+        return self._admin_listener.at if self._admin_listener is not None else None
 
     async def start(self) -> None:
         """Listen, and begin with probes, metrics and time limits."""
@@ -224,15 +235,17 @@ class RouterCore:
         self._report_worker()
         await self.models.ask()
         settings = self.settings
-        self._servers, self._listen_at = await self._listen()
+        self._listener = await self._listen()
         if settings.admin.listen != "off":
             try:
-                self._admin_servers, self._admin_at = await serve_http(
-                    settings.admin.listen, self.admin, shared=self.admin.ask_workers is not None
-                )
+                self._admin_listener = await listening.serve(
+                    settings.admin.listen, lambda: ClientConnection(self.admin),
+                    shared=self.admin.ask_workers is not None,
+                    tls=self._server_tls(settings.admin.tls, "http/1.1"),
+                    handshake_s=settings.limits.header_s,
+                )  # fmt: skip
             except TailraceError:
-                for server in self._servers:
-                    server.close()
+                self._listener.close()
                 raise
         self._spawn(self._sweep())
         self._spawn(self._probe())
@@ -288,8 +301,8 @@ class RouterCore:
         if self._stopped:
             return
         self._stopped = self.draining = True
-        for server in self._servers:
-            server.close()
+        if self._listener is not None:
+            self._listener.close()
         _log.info("stopping", extra={"in_flight": len(self.intake.active)})
         self._shutdown_clients()
         limit = self.clock() + drain_s
@@ -305,7 +318,11 @@ class RouterCore:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for server in (*self._admin_servers, *self._others):
+        for listener in (self._listener, self._admin_listener):
+            if listener is not None:
+                listener.close()
+                listener.abort()
+        for server in self._others:
             server.close()
         self._abort_clients()
         for client in tuple(self.admin.clients):
@@ -524,6 +541,9 @@ class RouterCore:
         self.backends.trim()
         self.decision_log.flush()
         self._check_clients(now)
+        if now >= self._certificates_at:
+            self._certificates_at = now + CERTIFICATES_S
+            self.tls.refresh()
         for client in tuple(self.admin.clients):
             client.check(now)
         for backend in self.backends.all:
@@ -540,22 +560,6 @@ class RouterCore:
         task.add_done_callback(_report)
         task.add_done_callback(self._tasks.discard)
         self._tasks.add(task)
-
-
-async def serve_http(
-    where: str, service: Service, *, shared: bool
-) -> tuple[list[asyncio.AbstractServer], tuple[str, int]]:
-    """Listen for HTTP on host:port; return the servers, and the address of the first."""
-    loop = asyncio.get_running_loop()
-    sockets = listening.listen(where, shared=shared)
-    name = sockets[0].getsockname()
-    servers: list[asyncio.AbstractServer] = [
-        await loop.create_server(
-            lambda: ClientConnection(service), sock=each, backlog=listening.BACKLOG
-        )
-        for each in sockets
-    ]
-    return servers, (str(name[0]), int(name[1]))
 
 
 def _by_number(configuration: Configuration, settings: ServeSettings) -> list[BackendSettings]:

@@ -1,11 +1,14 @@
-"""Listening sockets: all addresses of a host, on one port."""
+"""Listening sockets: all addresses of a host, on one port, with or without TLS."""
 
+import asyncio
 import errno
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from tailrace.errors import TailraceError
+from tailrace.net.tls import TlsContext, TlsListener
 from tailrace.router.settings import address
 
 BACKLOG = 4096
@@ -13,6 +16,49 @@ BACKLOG = 4096
 _TRIES = 20
 #: A name may stand for addresses of a family that this machine does not have.
 _NO_FAMILY = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOSUPPORT))
+
+
+@dataclass(slots=True)
+class Listener:
+    """What listens on host:port."""
+
+    at: tuple[str, int]
+    """Address and port; of several addresses the first."""
+    _servers: Sequence[asyncio.AbstractServer | TlsListener]
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        for server in self._servers:
+            server.close()
+
+    def abort(self) -> None:
+        """End TLS handshakes in progress."""
+        for server in self._servers:
+            if isinstance(server, TlsListener):
+                server.abort()
+
+
+async def serve(
+    where: str,
+    make: Callable[[], asyncio.Protocol],
+    *,
+    shared: bool,
+    tls: TlsContext | None = None,
+    handshake_s: float = 10.0,
+) -> Listener:
+    """Listen on host:port; ``make`` returns the protocol of a connection.
+
+    ``tls``: with TLS, whose handshake may take ``handshake_s``. ``shared``: see :func:`listen`.
+    """
+    sockets = listen(where, shared=shared)
+    name = sockets[0].getsockname()
+    at = str(name[0]), int(name[1])
+    if tls is not None:
+        return Listener(at, [TlsListener(each, tls, make, handshake_s) for each in sockets])
+    loop = asyncio.get_running_loop()
+    return Listener(
+        at, [await loop.create_server(make, sock=each, backlog=BACKLOG) for each in sockets]
+    )
 
 
 def listen(where: str, *, shared: bool = False) -> list[socket.socket]:

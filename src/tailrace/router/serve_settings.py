@@ -3,6 +3,7 @@
 It stands apart from the parts in ``settings.py`` because those that choose replicas need the parts.
 """
 
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from tailrace.config import MAX_REPLICAS, Settings, assign, load_toml, parse
 from tailrace.errors import TailraceError
 from tailrace.net.limits import Seconds
+from tailrace.net.tls import client_context, server_context
 from tailrace.router.access.accounts import MAX_CLIENTS
 from tailrace.router.access.keyring import Keyring
 from tailrace.router.decide.chooser import ChooserSettings
@@ -26,6 +28,7 @@ from tailrace.router.settings import (
     ClientSettings,
     HealthSettings,
     LimitSettings,
+    ListenerTls,
     LogSettings,
     ModelSettings,
     PickSettings,
@@ -51,6 +54,10 @@ class ServeSettings(Settings):
     """Router processes that share the port, one per core; see 'Several routers'."""
     share_port: bool = False
     """Let several routers listen there (SO_REUSEPORT); the kernel spreads connections over them."""
+    tls: ListenerTls = ListenerTls()
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses or networks (CIDR) of proxies whose X-Forwarded-For is believed; from all others
+    this and the like is removed. With it, servers get X-Forwarded-For with the client's address."""
     clients: tuple[ClientSettings, ...] = Field(default=(), max_length=MAX_CLIENTS)
     """Clients with keys; none: anyone who can reach the router may use it."""
     paths: tuple[str, ...] = INFERENCE_PATHS
@@ -91,6 +98,18 @@ class ServeSettings(Settings):
                 raise ValueError(
                     f"'{path[:80]}' is no path; write it like /v1/embeddings or /v1/audio/*"
                 )
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            try:
+                ipaddress.ip_network(network, strict=False)
+            except ValueError:
+                raise ValueError(
+                    f"'{network[:80]}' is no address or network; write it like 10.0.0.0/8"
+                ) from None
         return value
 
     @model_validator(mode="after")
@@ -152,4 +171,9 @@ def load(
     for backend in settings.backends:
         backend.api_key()  # a key that is missing is said at once
     Keyring(settings.clients)
+    for tls in (settings.tls, settings.admin.tls):
+        if tls.certificate is not None:
+            server_context(tls.files)
+    for files in {b.tls.files for b in settings.backends if b.origin.tls}:
+        client_context(files)
     return settings

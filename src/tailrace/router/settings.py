@@ -16,12 +16,61 @@ from tailrace.config import Replica, Settings
 from tailrace.errors import TailraceError
 from tailrace.net.limits import ConnectionLimits, Seconds
 from tailrace.net.origin import Origin
+from tailrace.net.tls import TlsFiles
 
 Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 
 #: Longest key of a client, in bytes.
 MAX_KEY_BYTES = 1024
+
+
+class ListenerTls(Settings):
+    """TLS of a listener. The files are PEM, and are read again when they change; open connections
+    go on."""
+
+    certificate: Path | None = None
+    """Its certificate, followed by those that signed it; default: no TLS."""
+    key: Path | None = None
+    """Key of the certificate, without a password; default: it stands in the same file."""
+    client_ca: Path | None = None
+    """Authorities that must have signed the certificate of every client; default: clients need
+    none."""
+
+    @model_validator(mode="after")
+    def _has_a_certificate(self) -> Self:
+        if self.certificate is None and (self.key or self.client_ca):
+            raise ValueError("key and client_ca need a certificate")
+        return self
+
+    @property
+    def files(self) -> TlsFiles:
+        """The files to read."""
+        return TlsFiles(self.certificate, self.key, self.client_ca)
+
+
+class BackendTls(Settings):
+    """TLS to an https backend. The files are PEM, and are read again when they change."""
+
+    ca: Path | None = None
+    """Authorities that must have signed its certificate; default: those of the system."""
+    certificate: Path | None = None
+    """Certificate to show it, followed by those that signed it."""
+    key: Path | None = None
+    """Key of this certificate, without a password; default: it stands in the same file."""
+    server_name: str = Field(default="", max_length=253)
+    """Name that its certificate must be for; default: the host of the URL."""
+
+    @model_validator(mode="after")
+    def _has_a_certificate(self) -> Self:
+        if self.certificate is None and self.key:
+            raise ValueError("key needs a certificate")
+        return self
+
+    @property
+    def files(self) -> TlsFiles:
+        """The files to read."""
+        return TlsFiles(self.certificate, self.key, self.ca)
 
 
 class BackendSettings(Settings):
@@ -37,6 +86,7 @@ class BackendSettings(Settings):
     """Maximum concurrent requests; default: `admission.max_in_flight`."""
     models: tuple[ModelName, ...] = ()
     """Models and LoRA adapters it serves; default: read from its /v1/models."""
+    tls: BackendTls = BackendTls()
     server: Replica = Replica()
     """Kind of server (device, KV blocks, batch size), as for a scenario's replica."""
 
@@ -54,6 +104,12 @@ class BackendSettings(Settings):
             raise ValueError("must not contain blanks or characters outside of ASCII")
         return value.rstrip("/")
 
+    @model_validator(mode="after")
+    def _tls_is_for_https(self) -> Self:
+        if self.tls != BackendTls() and not self.origin.tls:
+            raise ValueError(f"tls is for https addresses, and this is {self.url}")
+        return self
+
     @property
     def takes_priorities(self) -> bool:
         """Whether it serves by the priority in a request's body."""
@@ -68,7 +124,7 @@ class BackendSettings(Settings):
     def label(self) -> str:
         """Its name, or host:port."""
         host, port, *_ = self.origin
-        return self.name or f"{host}:{port}"
+        return self.name or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
     def api_key(self) -> str | None:
         """Return the key from the environment; raise if the variable is named but not set."""
@@ -280,6 +336,7 @@ class AdminSettings(Settings):
     """host:port; off: no admin listener."""
     token_env: str | None = None
     """Environment variable with a token that every admin request must carry."""
+    tls: ListenerTls = ListenerTls()
 
     def token(self) -> str | None:
         """Return the token from the environment; raise if the variable is named but not set."""

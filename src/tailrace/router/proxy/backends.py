@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Set
 from dataclasses import dataclass, field
 
 from tailrace.net.client import NO_FILES, FetchError, Pool, failure_kind
+from tailrace.net.tls import TlsContexts
 from tailrace.router.configuration import Configuration
 from tailrace.router.decide.chooser import Chooser, Decision
 from tailrace.router.observe.scrape import Scraper
@@ -27,8 +28,17 @@ NONE: frozenset[int] = frozenset()
 _log = logging.getLogger("tailrace.router")
 
 
-def _pool(backend: BackendSettings, settings: ServeSettings) -> Pool:
-    return Pool(backend.origin, connect_s=settings.limits.connect_s, api_key=backend.api_key())
+def _pool(backend: BackendSettings, settings: ServeSettings, tls: TlsContexts) -> Pool:
+    return Pool(
+        backend.origin, connect_s=settings.limits.connect_s, api_key=backend.api_key(),
+        tls=tls.client(backend.tls.files) if backend.origin.tls else None,
+        server_name=backend.tls.server_name,
+    )  # fmt: skip
+
+
+def _connects_by(backend: BackendSettings) -> tuple[object, ...]:
+    """Return what connections are made with; when it changes, new ones are needed."""
+    return backend.api_key_env, backend.tls
 
 
 class Backend:
@@ -47,7 +57,7 @@ class Backend:
         self.settings = backend
         self.label = backend.label
         self.label_bytes = backend.label.encode("ascii", "replace")
-        self.pool = pool or _pool(backend, settings)
+        self.pool = pool or _pool(backend, settings, group.tls)
         self.health = Health(
             settings.health,
             backend.max_in_flight or settings.admission.max_in_flight,
@@ -142,7 +152,7 @@ class BackendChange:
     chooser: Chooser | None = None
     """None: it stays."""
     pools: dict[str, Pool] = field(default_factory=dict)
-    """By URL, of new backends and of those whose key has changed."""
+    """By URL, of new backends and of those whose key or certificates have changed."""
 
     def discard(self) -> None:
         """Leave everything as it is."""
@@ -161,13 +171,15 @@ class Backends:
         chooser: Chooser,
         room: WorkerRoom | None = None,
         retired: Callable[[int], None] = lambda _: None,
+        tls: TlsContexts | None = None,
     ) -> None:
         """Take the backends of a configuration, in the order of the cluster's records.
 
         ``settings``: those of the configuration as far as they concern this process. ``room``:
         where several workers count together. ``retired``: called with a number before it is given
-        to another backend.
+        to another backend. ``tls``: contexts that others use, too.
         """
+        self.tls = tls or TlsContexts()
         self.cluster = cluster
         self.chooser = chooser
         self.room = room
@@ -202,8 +214,8 @@ class Backends:
         known = {b.settings.url: b for b in self.present}
         for backend in settings.backends:
             old = known.get(backend.url)
-            if old is None or old.settings.api_key_env != backend.api_key_env:
-                change.pools[backend.url] = _pool(backend, settings)
+            if old is None or _connects_by(old.settings) != _connects_by(backend):
+                change.pools[backend.url] = _pool(backend, settings, self.tls)
         if settings.routing != self.chooser.settings:
             change.chooser = Chooser(self.cluster, settings.routing)
             change.chooser.counts = self.chooser.counts

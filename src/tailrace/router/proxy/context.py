@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tailrace.router.access.forwarded import TrustedProxies
 from tailrace.router.observe.decision_log import DecisionLog
 from tailrace.router.observe.events import EventSink
 from tailrace.router.proxy.admission import Queue, RetryBudget
@@ -37,6 +38,10 @@ class RequestContext:
     """How often a request is sent at most."""
     logs_requests: bool = False
     """Whether every request is logged."""
+    proxies: TrustedProxies = field(default_factory=lambda: TrustedProxies(()))
+    """Proxies that say for whom they ask."""
+    forwards: bool = False
+    """Whether there are such."""
     now: float = 0.0
     """Coarse clock, s; set by the sweep."""
     active: "set[InProgress]" = field(default_factory=set)
@@ -49,6 +54,8 @@ class RequestContext:
         self.explains = settings.explains
         self.attempts = settings.retry.attempts
         self.logs_requests = settings.log.requests
+        self.proxies = TrustedProxies(settings.trusted_proxies)
+        self.forwards = bool(self.proxies)
 
     def admit_waiting(self) -> None:
         """There may be room for a request: admit those that wait, in order."""

@@ -33,11 +33,14 @@ class RequestDispatcher(RequestIntake):
                 return self.large_bodies.read(
                     request,
                     kind,
-                    client.name if client is not None else request.client.host,
+                    client.name if client is not None else self._address(request),
                     lambda found: self._begin(request, kind, client, found),
                     client.account.end if client is not None else _nothing,
                 )
         return self._begin(request, kind, client, body)
+
+    def _address(self, request: HttpRequest) -> str:
+        return self.context.proxies.client(request.client.host, request.head.headers)
 
     def _begin(
         self,

@@ -96,7 +96,10 @@ class Exchange(RoutedRequest):
         if self.decision is not None and self.decision.priority is not None:
             spliced = self._with_priority(body, self.decision.priority)
         size = len(body) if spliced is None else spliced.length(body)
-        head = backend.pool.request_head(request.head, size, self.id, keys=keys)
+        context, lines = self._context, b""
+        if context.forwards:
+            lines = context.proxies.lines(request.client.host, request.head.headers)
+        head = backend.pool.request_head(request.head, size, self.id, keys=keys, lines=lines)
         if spliced is None:
             connection.send(self, request.head.method, head, body)
         else:

@@ -43,6 +43,7 @@ LAYERS = (
     ("bench",),
     ("calibrate",),
     ("router.settings",),
+    ("router.discovery",),
     ("router.intake",),
     ("router.access",),
     ("router.state",),

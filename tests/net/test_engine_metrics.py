@@ -63,3 +63,16 @@ def test_an_empty_page_says_nothing() -> None:
 def test_no_text_breaks_the_parser(text: str) -> None:
     parse_metrics(text)
     parse_metrics("vllm:num_requests_waiting{" + text)
+
+
+def test_adapters_are_those_of_the_latest_sample() -> None:
+    labels = (
+        'vllm:lora_requests_info{{max_lora="4",running_lora_adapters="{}",'
+        'waiting_lora_adapters="{}"}} {}\n'
+    )
+    page = labels.format("old", "", "1.7e9") + labels.format("sql,chat", "poems", "1.8e9")
+    assert parse_metrics(page).adapters == {"sql", "chat", "poems"}
+    assert parse_metrics(labels.format("", "", "1.7e9")).adapters == frozenset()
+    assert parse_metrics("vllm:num_requests_running 1\n").adapters is None
+    many = ",".join(f"a{number}" for number in range(1000))
+    assert len(parse_metrics(labels.format(many, "x" * 300, 1)).adapters or ()) == 256

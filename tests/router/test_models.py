@@ -252,6 +252,33 @@ def test_a_server_that_lists_nothing_may_get_any_model() -> None:
     run(test())
 
 
+def test_adapters_in_the_metrics_of_a_server_are_found() -> None:
+    async def test() -> None:
+        one, other = ModelBackend("one"), ModelBackend("one")
+        metrics = {"path": "/metrics", "interval_s": 1000}
+        async with Served(one, other, metrics=metrics) as w:
+            assert (await w.ask(chat("sql"))).status == 404
+            other.metrics = (
+                b'vllm:lora_requests_info{running_lora_adapters="sql",waiting_lora_adapters=""} 1\n'
+            )
+            other.default = reply(b"{}")
+            await w.router.scraper.scrape()
+            for _ in range(3):
+                assert (await w.ask(chat("sql"))).status == 200
+            assert [len(b.seen) for b in (one, other)] == [0, 3]
+            assert names(await models(w)) == ["one", "sql"]
+            # It has no requests just now, but is still loaded.
+            other.metrics = b'vllm:lora_requests_info{running_lora_adapters=""} 2\n'
+            await w.router.scraper.scrape()
+            assert (await w.ask(chat("sql"))).status == 200
+            for number in range(3000):
+                w.router.models.loaded(w.router.backends.all[0], frozenset({f"a{number}"}))
+            assert len(w.router.models.names()) <= 1026
+            w.assert_quiet()
+
+    run(test())
+
+
 def test_new_models_are_found_and_those_of_a_dead_server_are_missed() -> None:
     async def test() -> None:
         one, other = ModelBackend("one"), ModelBackend("other")

@@ -204,7 +204,8 @@ def _say_where(
     size: int, policy: str, listen: tuple[str, int], admin: tuple[str, int] | None,
     shown: tuple[str, str], settings: "ServeSettings",
 ) -> None:  # fmt: skip
-    click.echo(f"routing to {size} backend{'s' * (size > 1)} with policy {policy}")
+    found = " and those that are found" * settings.discovery.is_used
+    click.echo(f"routing to {size} backend{'s' * (size != 1)}{found} with policy {policy}")
     for what, where in (("listening on", listen), ("status page on", admin)):
         if where is not None:
             host, port = where

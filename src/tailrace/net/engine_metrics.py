@@ -19,11 +19,16 @@ _MEANS = {
     "kv_used": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage"),
 }
 _CACHE_CONFIG = "vllm:cache_config_info"
+_ADAPTERS = "vllm:lora_requests_info"
+_ADAPTER_NAMES = re.compile(r'(?:^|,)(?:running|waiting)_lora_adapters="([^"\\]*)"')
+#: Adapters that are read of one server, and the longest name of one.
+_MOST_ADAPTERS, _LONGEST_NAME = 256, 256
 _SGLANG_TOKENS = "sglang:max_total_num_tokens"
 _SIZES = re.compile(r'(?:^|,)(num_gpu_blocks|block_size)="([0-9]{1,12})"')
 _WANTED = frozenset(name for names in (*_SUMS.values(), *_MEANS.values()) for name in names) | {
     _CACHE_CONFIG,
     _SGLANG_TOKENS,
+    _ADAPTERS,
 }
 
 
@@ -41,6 +46,8 @@ class Snapshot:
     """Size of its KV memory, tokens."""
     block_size: int | None = None
     """Tokens per KV block."""
+    adapters: frozenset[str] | None = None
+    """LoRA adapters with requests in its batch or queue."""
 
     @property
     def is_empty(self) -> bool:
@@ -52,14 +59,21 @@ def parse_metrics(text: str) -> Snapshot:
     """Read Prometheus text; skip lines that are damaged or unknown."""
     found: dict[str, list[float]] = {}
     sizes: list[tuple[int, int]] = []
+    adapters: tuple[float, frozenset[str]] | None = None
     for name, labels, value in _samples(text):
         if name == _CACHE_CONFIG:
             size = _cache_size(labels)
             if size is not None:
                 sizes.append(size)
+        elif name == _ADAPTERS:
+            # Its value is the time it was set; samples of earlier times stay on the page.
+            if adapters is None or value > adapters[0]:
+                adapters = value, _adapter_names(labels)
         elif value == value and abs(value) != float("inf"):
             found.setdefault(name, []).append(value)
-    values: dict[str, float | int | None] = {}
+    values: dict[str, float | int | frozenset[str] | None] = {}
+    if adapters is not None:
+        values["adapters"] = adapters[1]
     for quantity, names in (*_SUMS.items(), *_MEANS.items()):
         numbers = next((found[name] for name in names if name in found), None)
         if numbers is None:
@@ -93,6 +107,13 @@ def _samples(text: str) -> Iterator[tuple[str, str, float]]:
             yield name, labels, float(rest.split()[0])  # a time stamp may follow
         except (ValueError, IndexError):
             continue
+
+
+def _adapter_names(labels: str) -> frozenset[str]:
+    """Names of the adapters in the labels of vLLM's list."""
+    names = (name for listed in _ADAPTER_NAMES.findall(labels) for name in listed.split(","))
+    found = [name for name in names if 0 < len(name) <= _LONGEST_NAME]
+    return frozenset(found[:_MOST_ADAPTERS])
 
 
 def _cache_size(labels: str) -> tuple[int, int] | None:

@@ -10,7 +10,7 @@ from tailrace.picker import health, messages
 from tailrace.picker.stream import PickStream
 from tailrace.router import listening
 from tailrace.router.core import RouterCore
-from tailrace.router.listening import Listener
+from tailrace.router.listening import RouterListener
 from tailrace.router.proxy.backends import Backend
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
@@ -100,7 +100,7 @@ class Picker(RouterCore):
 
     # The listener (net.http2.ConnectionOwner).
 
-    async def _listen(self) -> Listener:
+    async def _listen(self) -> RouterListener:
         settings, limits = self.settings, self.settings.limits
 
         def connection() -> Http2Connection:

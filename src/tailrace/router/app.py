@@ -14,7 +14,7 @@ from tailrace.router.access.accounts import ADMITTED
 from tailrace.router.access.keyring import Client
 from tailrace.router.core import CATCH_UP_S, OK_BODY, RouterCore
 from tailrace.router.intake.routes import LIVE, MODELS, OTHER, READY, Route, RouteTable
-from tailrace.router.listening import Listener
+from tailrace.router.listening import RouterListener
 from tailrace.router.observe.events import EventSink
 from tailrace.router.proxy import models
 from tailrace.router.proxy.dispatcher import RequestDispatcher
@@ -47,7 +47,7 @@ class Router(RouterCore):
         )
         return self.dispatcher
 
-    async def _listen(self) -> Listener:
+    async def _listen(self) -> RouterListener:
         self._most_clients = process.most_clients()
         RequestChunks().feed(b"0\r\n\r\n")  # compile it now
         settings = self.settings

@@ -8,7 +8,7 @@ folder, so that it also applies to workers started later.
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +23,8 @@ from tailrace.router.settings import BackendSettings
 #: Settings that are read at the start only.
 FIXED = (
     "listen", "processes", "share_port", "tokenizer", "tokens.source", "decisions.folder",
-    "admin.listen", "admin.token_env", "tls", "admin.tls", "limits.connect_s", "log.level",
+    "admin.listen", "admin.token_env", "tls", "admin.tls",
+    "discovery", "limits.connect_s", "log.level",
 )  # fmt: skip
 _PREFIX = "configuration-"
 #: Earlier versions that are kept, so that a worker that is behind cannot publish one of them.
@@ -52,6 +53,10 @@ class Configuration(Settings):
     """URLs of backends of the settings that admin calls have removed."""
     drained: tuple[str, ...] = ()
     """URLs of backends that get no more requests."""
+    found: tuple[BackendSettings, ...] = ()
+    """Backends that discovery has found."""
+    leaving: tuple[str, ...] = ()
+    """URLs of found backends that are about to end, and get no more requests."""
     slots: tuple[BackendSlot, ...] = ()
     """Backends by number."""
 
@@ -64,9 +69,19 @@ class Configuration(Settings):
 
     @property
     def backends(self) -> tuple[BackendSettings, ...]:
-        """The backends, in the order of the settings."""
-        kept = (b for b in self.settings.backends if b.url not in self.removed)
-        return (*kept, *self.added)
+        """The backends, in the order of the settings; then those added, then those found."""
+        listed = (*self.settings.backends, *self.found)
+        kept = [b for b in listed if b.url not in self.removed]
+        if not self.found:
+            return (*kept, *self.added)
+        by_url = {b.url: b for b in (*kept, *self.added)}
+        first = {b.url: b for b in (*self.settings.backends, *self.added)}
+        return tuple(first.get(url, b) for url, b in by_url.items())
+
+    @property
+    def draining(self) -> frozenset[str]:
+        """URLs of backends that get no more requests, for whatever reason."""
+        return frozenset((*self.drained, *self.leaving))
 
     @property
     def effective(self) -> ServeSettings:
@@ -82,7 +97,7 @@ class Configuration(Settings):
         added, removed or drained stay so.
         """
         settings, fixed = _keep_fixed(self.settings, settings)
-        urls = [b.url for b in settings.backends]
+        urls = [b.url for b in (*settings.backends, *self.found)]
         new = self._next(
             settings=settings,
             added=tuple(b for b in self.added if b.url not in urls or b.url in self.removed),
@@ -103,7 +118,8 @@ class Configuration(Settings):
     def without_backend(self, url: str) -> "Configuration":
         """Remove a backend; its requests in progress go on."""
         removed = self.removed
-        if any(b.url == url for b in self.settings.backends) and url not in removed:
+        listed = (*self.settings.backends, *self.found)
+        if any(b.url == url for b in listed) and url not in removed:
             removed = (*removed, url)
         return self._next(added=tuple(b for b in self.added if b.url != url), removed=removed)
 
@@ -112,10 +128,27 @@ class Configuration(Settings):
         drained = tuple(u for u in self.drained if u != url)
         return self._next(drained=(*drained, url) if draining else drained)
 
+    def with_found(
+        self, found: Sequence[BackendSettings], leaving: Collection[str]
+    ) -> "Configuration":
+        """Go by what discovery has found; ``leaving``: URLs of those that are about to end.
+
+        A name or an address that the settings give to another backend stays with that one.
+        """
+        own = (*self.settings.backends, *self.added)
+        urls, labels = {b.url for b in own}, {b.label for b in own}
+        kept = tuple(b for b in found if b.url not in urls and b.label not in labels)
+        gone = {b.url for b in self.found} - {b.url for b in kept}
+        return self._next(
+            found=kept,
+            leaving=tuple(b.url for b in kept if b.url in leaving),
+            removed=tuple(url for url in self.removed if url not in gone),
+        )
+
     def _next(self, **changes: Any) -> "Configuration":
         new = self.model_copy(update={"version": self.version + 1, **changes})
         backends = new.backends
-        if not backends:
+        if not backends and not self.settings.discovery.is_used:
             raise TailraceError("a router needs a backend: the last one cannot be removed")
         parse(ServeSettings, _plain(new.effective))  # names and addresses must still be unique
         urls = {b.url for b in backends}

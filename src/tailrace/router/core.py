@@ -9,7 +9,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
 import orjson
@@ -25,8 +25,10 @@ from tailrace.router.access.keyring import Keyring
 from tailrace.router.admin import JSON, Admin, AdminResponse, AdminRoutes, TakesBody, json
 from tailrace.router.configuration import Configuration, ConfigurationStore
 from tailrace.router.decide.chooser import Chooser
+from tailrace.router.discovery.discovery import Discovery, sources
+from tailrace.router.discovery.found import FoundServer
 from tailrace.router.intake.tokens import TokenCounter
-from tailrace.router.listening import Listener
+from tailrace.router.listening import RouterListener
 from tailrace.router.observe import prometheus, status
 from tailrace.router.observe.decision_log import DecisionLog, load_salt
 from tailrace.router.observe.events import EventSink
@@ -114,7 +116,9 @@ class RouterCore:
         )  # fmt: skip
         self.models = ModelCatalogue(self.backends, settings.models, clock)
         self.intake = self._new_intake(events or self.telemetry)
-        self.scraper = Scraper(cluster, self._fetch_metrics, settings.metrics, self._present)
+        self.scraper = Scraper(
+            cluster, self._fetch_metrics, settings.metrics, self._present, self._adapters_seen
+        )
         self.admin = Admin(self._admin_routes(), settings.admin.token())
         self.keyring = self._keyring(settings)
         self.held = ByteBudget()
@@ -122,8 +126,8 @@ class RouterCore:
         self._return_memory_at = math.inf
         self.now = self.admin.now = self.intake.context.now = clock()
         self._load = load
-        self._listener: Listener | None = None
-        self._admin_listener: Listener | None = None
+        self._listener: RouterListener | None = None
+        self._admin_listener: RouterListener | None = None
         self._others: list[asyncio.AbstractServer] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
@@ -132,6 +136,7 @@ class RouterCore:
         self._wanted: Configuration | None = None  # the latest, if it could not be taken over
         self._try_at = 0.0
         self._certificates_at = 0.0
+        self._identities: dict[str, str] = {}  # of found servers, by URL
 
     # What subclasses do.
 
@@ -139,7 +144,7 @@ class RouterCore:
         """Return what reads requests and looks after them."""
         return RequestIntake(self.settings, self.backends, events, self.decision_log, self.models)
 
-    async def _listen(self) -> Listener:
+    async def _listen(self) -> RouterListener:
         """Listen for requests."""
         raise NotImplementedError
 
@@ -253,6 +258,9 @@ class RouterCore:
         self._spawn(self.scraper.run())
         self._spawn(self.telemetry.run(self.snapshot))
         self._spawn(self._keep_speeds())
+        if settings.discovery.is_used and self.backends.cluster.worker_view.worker == 0:
+            found = sources(settings.discovery, self.tls)
+            self._spawn(Discovery(found, self.use_found).run())
 
     async def run(self, started: Callable[[], None] = lambda: None) -> int:
         """Serve until SIGTERM or SIGINT; SIGHUP reloads. Return the exit code.
@@ -395,6 +403,20 @@ class RouterCore:
         self._change(lambda configuration: configuration.with_drain(url, draining))
         return self._state_of(self._find(which))
 
+    def use_found(self, found: Sequence[FoundServer]) -> None:
+        """Go by the servers that discovery has found; requests in progress go on."""
+        identities = {server.backend.url: server.identity for server in found}
+        # Another server at the same address begins as one of which nothing is known.
+        known = self._identities
+        same = [s for s in found if known.get(s.backend.url, s.identity) == s.identity]
+        self._identities = identities
+        for servers in (same, found) if len(same) < len(found) else (found,):
+            backends = [server.backend for server in servers]
+            leaving = frozenset(server.backend.url for server in servers if server.leaving)
+            done = self._change(lambda c, b=backends, u=leaving: c.with_found(b, u))  # type: ignore[misc]
+            if done["added"] or done["removed"]:
+                _log.info("servers have changed", extra=done)
+
     def _find(self, which: str) -> Backend:
         for backend in self.backends.present:
             if which in (str(backend.index), backend.label, backend.settings.url):
@@ -524,6 +546,9 @@ class RouterCore:
         if backend not in self.backends.all or backend.health.removed:
             raise FetchError("it was removed meanwhile")
         return body
+
+    def _adapters_seen(self, replica: int, adapters: frozenset[str]) -> None:
+        self.models.loaded(self.backends.all[replica], adapters)
 
     async def _sweep(self) -> None:
         while True:

@@ -19,7 +19,7 @@ _NO_FAMILY = frozenset((errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EPROTONOS
 
 
 @dataclass(slots=True)
-class Listener:
+class RouterListener:
     """What listens on host:port."""
 
     at: tuple[str, int]
@@ -45,7 +45,7 @@ async def serve(
     shared: bool,
     tls: TlsContext | None = None,
     handshake_s: float = 10.0,
-) -> Listener:
+) -> RouterListener:
     """Listen on host:port; ``make`` returns the protocol of a connection.
 
     ``tls``: with TLS, whose handshake may take ``handshake_s``. ``shared``: see :func:`listen`.
@@ -54,9 +54,9 @@ async def serve(
     name = sockets[0].getsockname()
     at = str(name[0]), int(name[1])
     if tls is not None:
-        return Listener(at, [TlsListener(each, tls, make, handshake_s) for each in sockets])
+        return RouterListener(at, [TlsListener(each, tls, make, handshake_s) for each in sockets])
     loop = asyncio.get_running_loop()
-    return Listener(
+    return RouterListener(
         at, [await loop.create_server(make, sock=each, backlog=BACKLOG) for each in sockets]
     )
 

@@ -17,6 +17,8 @@ from tailrace.net.tls import client_context, server_context
 from tailrace.router.access.accounts import MAX_CLIENTS
 from tailrace.router.access.keyring import Keyring
 from tailrace.router.decide.chooser import ChooserSettings
+from tailrace.router.discovery import found
+from tailrace.router.discovery.settings import DiscoverySettings
 from tailrace.router.intake.routes import INFERENCE_PATHS, is_listable
 from tailrace.router.intake.tokens import TokenSettings
 from tailrace.router.observe.decision_log import DecisionLogSettings
@@ -25,6 +27,7 @@ from tailrace.router.settings import (
     AdminSettings,
     AdmissionSettings,
     BackendSettings,
+    BackendTls,
     ClientSettings,
     HealthSettings,
     LimitSettings,
@@ -48,6 +51,7 @@ class ServeSettings(Settings):
 
     backends: tuple[BackendSettings, ...] = Field(default=(), max_length=MAX_REPLICAS)
     """The servers."""
+    discovery: DiscoverySettings = DiscoverySettings()
     listen: str = "127.0.0.1:8080"
     """host:port for clients."""
     processes: int = Field(default=1, ge=1, le=64)
@@ -164,11 +168,12 @@ def load(
     for key, value in assignments:
         assign(data, key, value)
     settings = parse(ServeSettings, data)
-    if not settings.backends:
+    if not settings.backends and not settings.discovery.is_used:
         raise TailraceError(
-            "there is no backend: give --backend http://host:port, or [[backends]] in --config"
+            "there is no backend: give --backend http://host:port, or [[backends]] or [discovery] "
+            "in --config"
         )
-    for backend in settings.backends:
+    for backend in (*settings.backends, found.example(settings.discovery)):
         backend.api_key()  # a key that is missing is said at once
     Keyring(settings.clients)
     for tls in (settings.tls, settings.admin.tls):
@@ -176,4 +181,6 @@ def load(
             server_context(tls.files)
     for files in {b.tls.files for b in settings.backends if b.origin.tls}:
         client_context(files)
+    if settings.discovery.backend.tls != BackendTls():
+        client_context(settings.discovery.backend.tls.files)
     return settings

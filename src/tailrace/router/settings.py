@@ -73,13 +73,9 @@ class BackendTls(Settings):
         return TlsFiles(self.certificate, self.key, self.ca)
 
 
-class BackendSettings(Settings):
-    """One server behind the router."""
+class BackendDefaults(Settings):
+    """What all servers that are found have in common."""
 
-    url: str
-    """Its address, e.g. http://10.0.0.1:8000; a path here is prefixed to every request's path."""
-    name: str = ""
-    """Name in logs, metrics and headers; default: host:port."""
     api_key_env: str | None = None
     """Environment variable with this server's API key; it replaces the client's Authorization."""
     max_in_flight: int | None = Field(default=None, ge=1, le=1_000_000)
@@ -89,6 +85,15 @@ class BackendSettings(Settings):
     tls: BackendTls = BackendTls()
     server: Replica = Replica()
     """Kind of server (device, KV blocks, batch size), as for a scenario's replica."""
+
+
+class BackendSettings(BackendDefaults):
+    """One server behind the router."""
+
+    url: str
+    """Its address, e.g. http://10.0.0.1:8000; a path here is prefixed to every request's path."""
+    name: str = ""
+    """Name in logs, metrics and headers; default: host:port."""
 
     @field_validator("url")
     @classmethod

@@ -35,10 +35,12 @@ class Scraper:
         fetch: Fetch,
         settings: ScrapeSettings | None = None,
         present: Callable[[], Iterable[int]] | None = None,
+        adapters_seen: Callable[[int, frozenset[str]], None] = lambda _, __: None,
     ) -> None:
         """``fetch`` gets a path of a replica and returns the body of its response, or raises.
 
-        ``present``: numbers of the replicas to ask; default: all of the cluster.
+        ``present``: numbers of the replicas to ask; default: all of the cluster. ``adapters_seen``:
+        called with the LoRA adapters that a replica has requests for.
         """
         self.cluster = cluster
         self.fetch = fetch
@@ -50,6 +52,7 @@ class Scraper:
         self._present = present or (lambda: range(len(cluster)))
         self.running = False
         self._asking: set[int] = set()
+        self._adapters_seen = adapters_seen
 
     async def run(self) -> None:
         """Ask until cancelled or switched off. A replica that is slow delays no other."""
@@ -92,6 +95,8 @@ class Scraper:
             self._count_failure(replica)
             return
         self.snapshots[replica] = snapshot
+        if snapshot.adapters:
+            self._adapters_seen(replica, snapshot.adapters)
         self.cluster.scraped(replica, snapshot.waiting, snapshot.running, snapshot.kv_used)
         if snapshot.kv_tokens is not None:
             self.cluster.set_capacity(replica, snapshot.kv_tokens, snapshot.block_size)

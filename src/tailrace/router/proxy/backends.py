@@ -230,7 +230,7 @@ class Backends:
             self.chooser = change.chooser
         wanted = {b.url: b for b in settings.backends}
         places = [wanted.get(s.url) if not s.removed_in else None for s in configuration.slots]
-        while places[-1] is None and len(places) > len(self.all):
+        while places and places[-1] is None and len(places) > len(self.all):
             places.pop()
         before = {b.settings.url: b.label for b in self.present}
         for number, new in enumerate(places):
@@ -278,7 +278,7 @@ class Backends:
 
     def _drain(self, configuration: Configuration) -> None:
         for backend in self.present:
-            draining = backend.settings.url in configuration.drained
+            draining = backend.settings.url in configuration.draining
             if draining != backend.health.draining:
                 backend.health.drain(draining)
 

@@ -1,9 +1,9 @@
 """Which backend serves which model.
 
 A backend's models and LoRA adapters stand in the settings, or its own ``/v1/models`` is asked again
-and again. A request goes only where its model is. A backend that cannot be asked (it has no such
-list, or refuses it) may have any model; one that has not answered yet gets no request that names
-one.
+and again; adapters that its metrics name are added. A request goes only where its model is. A
+backend that cannot be asked (it has no such list, or refuses it) may have any model; one that has
+not answered yet gets no request that names one.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ TICK_S = 0.25
 AGAIN_S = 1.0
 #: Models that are taken from one backend's list, and the longest name of one.
 MOST_MODELS, LONGEST_NAME = 4096, 256
+#: Adapters of one backend that are remembered from its metrics.
+MOST_ADAPTERS = 1024
 #: Names whose placement is remembered.
 _MOST_PLACES = 4096
 
@@ -46,11 +48,12 @@ class Placement(NamedTuple):
 class _Known:
     """What is known of one backend's models."""
 
-    __slots__ = ("asked", "due_at", "models", "opened")
+    __slots__ = ("adapters", "asked", "due_at", "models", "opened")
 
     def __init__(self) -> None:
         self.asked = False  # whether it has answered, with or without a list
         self.models: dict[str, Entry] | None = None  # None: it may have any
+        self.adapters: dict[str, Entry] = {}  # that its metrics have named, the latest last
         self.due_at = 0.0
         self.opened = 0  # how often its breaker had opened when it was asked
 
@@ -98,6 +101,18 @@ class ModelCatalogue:
         known.models = {name: self._entry(name) for name in names}
         return known
 
+    def loaded(self, backend: Backend, adapters: frozenset[str]) -> None:
+        """A backend's metrics name LoRA adapters, so it has them, whatever its list says."""
+        known = self._of(backend)
+        new = adapters - known.adapters.keys()
+        if not new:
+            return
+        for name in sorted(new):
+            known.adapters[name] = self._entry(name)
+        while len(known.adapters) > MOST_ADAPTERS:
+            del known.adapters[next(iter(known.adapters))]
+        self._forget_places()
+
     def _entry(self, name: str, **more: Any) -> Entry:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "tailrace"}
         return about | more
@@ -122,7 +137,10 @@ class ModelCatalogue:
         every = {b.index: self._of(b) for b in self._backends.present}
         if not name:
             return self._placement(name, frozenset())
-        having = {i for i, known in every.items() if known.models and model in known.models}
+        having = {
+            i for i, known in every.items()
+            if (known.models and model in known.models) or model in known.adapters
+        }  # fmt: skip
         having |= {i for i, known in every.items() if known.asked and known.models is None}
         if not having and all(known.asked for known in every.values()):
             return None
@@ -175,7 +193,8 @@ class ModelCatalogue:
         found: dict[str, Entry] = {}
         for backend in self._backends.all:
             if backend.health.available:
-                found = (self._of(backend).models or {}) | found
+                known = self._of(backend)
+                found = (known.models or {}) | known.adapters | found
         return self.with_aliases(found)
 
     def with_aliases(self, models: dict[str, Entry]) -> dict[str, Entry]:
@@ -189,8 +208,7 @@ class ModelCatalogue:
 
     def names(self) -> list[str]:
         """Return all names that requests can be made with, whether or not a backend is up."""
-        known = (k.models for k in self._known.values() if k.models)
-        found = {name for models in known for name in models}
+        found = {name for k in self._known.values() for name in (*(k.models or ()), *k.adapters)}
         aliases = {a for a, model in self._settings.aliases.items() if model in found}
         return sorted(found | aliases)
 
@@ -221,6 +239,7 @@ class ModelCatalogue:
 
     async def _ask(self, backend: Backend) -> None:
         settings, known = self._settings, self._of(backend)
+        restarted = known.opened != backend.health.breaker.opened
         known.opened = backend.health.breaker.opened
         known.due_at = self._clock() + AGAIN_S
         try:
@@ -236,7 +255,9 @@ class ModelCatalogue:
                 "a backend does not list its models: it may get any",
                 extra={"replica": backend.label, "status": response.status},
             )
-        if not known.asked or _ids(models) != _ids(known.models):
+        if restarted:
+            known.adapters = {}
+        if restarted or not known.asked or _ids(models) != _ids(known.models):
             self._forget_places()
         known.models, known.asked = models, True
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError
 from tailrace.router.access.accounts import ClientAccounts
+from tailrace.router.discovery.settings import DiscoverySettings
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.server_model import SERVER_MODEL
 from tailrace.view import prefix_index
@@ -54,10 +55,22 @@ def memory_of(array: Any) -> Any:
     return memoryview(array)
 
 
-def new_shared_state(backends: Sequence[BackendSettings], workers: int = 1) -> "SharedState":
-    """Return the empty state of ``workers`` workers in front of these backends."""
-    capacity = idle_views([backend.server for backend in backends])["capacity_tokens"]
-    return SharedState(workers, len(backends), index_entries(capacity))
+def new_shared_state(
+    backends: Sequence[BackendSettings],
+    workers: int = 1,
+    discovery: DiscoverySettings = DiscoverySettings(),  # noqa: B008
+) -> "SharedState":
+    """Return the empty state of ``workers`` workers in front of these backends.
+
+    ``discovery``: how others are found, for which there must be room.
+    """
+    servers = [backend.server for backend in backends]
+    least = 0
+    if discovery.is_used:
+        servers.append(discovery.backend.server)
+        least = discovery.most
+    capacity = idle_views(servers)["capacity_tokens"]
+    return SharedState(workers, len(backends), index_entries(capacity), least)
 
 
 class SharedState:
@@ -78,13 +91,16 @@ class SharedState:
     models: NDArray[np.void]  #: [w, n] SERVER_MODEL: what each has learned of the replicas' speed
     reports: NDArray[np.void]  #: [w] WORKER
 
-    def __init__(self, workers: int, replicas: int, entries: int) -> None:
-        """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index."""
+    def __init__(self, workers: int, replicas: int, entries: int, least: int = 0) -> None:
+        """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index.
+
+        ``least``: replicas for which several workers have room in any case.
+        """
         self.workers = workers
         self.accounts = ClientAccounts(workers)
         """What clients use at present."""
         alone = workers == 1  # then it can grow, see with_room
-        self.room = room = replicas if alone else 2 * replicas + SPARE
+        self.room = room = replicas if alone else max(2 * replicas + SPARE, least)
         rows = 1 if alone else 2 * workers
         # All-zero memory is an empty index; pages that are never written take no memory.
         slots = prefix_index.new_index(1, entries).slots.shape[1]

@@ -59,7 +59,7 @@ def serve_several(
         held.append(kept)
     count, salt = settings.processes, load_salt(settings.decisions.folder)
     settings.admin.token()
-    shared = new_shared_state(settings.backends, count)
+    shared = new_shared_state(settings.backends, count, settings.discovery)
     # Everything is compiled here, once: workers are copies of this process.
     Chooser(ClusterState(settings.backends, worker_view=shared.of(0)), settings.routing).close()
     shared.clear(0)

@@ -1,0 +1,1 @@
+"""Finds servers that come and go: a watched file, DNS names, Kubernetes."""

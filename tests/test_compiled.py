@@ -124,6 +124,21 @@ def test_a_cache_that_can_only_be_read_is_used(tmp_path, shared_folder):
     assert run_as_nobody(**warmed) == [first[0], "", [], 3]
 
 
+def test_another_checkout_with_the_same_sources_shares_the_cache(tmp_path, shared_folder):
+    first = run_as_nobody(TMPDIR=str(shared_folder))
+    copy = tmp_path / "elsewhere"
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(Path(compiled.__file__).parent, copy / "tailrace", ignore=ignored)
+    where = {"TMPDIR": str(shared_folder), "PYTHONPATH": str(copy)}
+    assert run_as_nobody(**where) == [first[0], "", [], 3]
+    # Not with other sources.
+    kernel = copy / "tailrace" / "view" / "ledger.py"
+    kernel.write_text(kernel.read_text(encoding="utf-8") + "\n", encoding="utf-8")
+    folder, _, names, _ = run_as_nobody(**where)
+    assert folder != first[0]
+    assert names == ["whole_tokens", None]
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o707])
 @pytest.mark.parametrize("which", ["itself", "a folder in it", "a file in it", "its parent"])
 def test_a_folder_that_others_may_write_to_is_not_safe(tmp_path, which, mode, monkeypatch):

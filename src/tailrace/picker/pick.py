@@ -106,6 +106,8 @@ class Pick(RoutedRequest):
                 return False
             backend.begin(limited=False)
             self._attempts, self._backend = 1, backend
+            if self.trace is not None:
+                self.trace.attempt()
             self._send()
             return True
         return super().admitted()
@@ -158,6 +160,8 @@ class Pick(RoutedRequest):
         backend.begin(limited=False)
         self._backend = backend
         self._attempts += 1
+        if self.trace is not None:
+            self.trace.attempt()
         if old is not None and decision is not None:
             self.attempt = Attempt(context.backends.cluster, old.arrival, backend.index, decision)
 

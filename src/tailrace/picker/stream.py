@@ -317,6 +317,8 @@ class PickStream:
             may_wait=may_wait,
         )  # fmt: skip
         self._taken = False  # the pick frees it
+        if context.tracer is not None:
+            pick.trace = context.tracer.begin(lower)
         pick.start()
 
     # What a pick calls.
@@ -335,6 +337,9 @@ class PickStream:
             headers, removed = (("authorization", b"Bearer " + key),), ("x-api-key",)
         elif self._client is not None:
             removed = _KEYS
+        pick = self._pick
+        if pick is not None and pick.trace is not None:
+            headers = (*headers, ("traceparent", pick.trace.header))
         write = self._call.write
         if self._mode in (BUFFERED, BUFFERED_PARTIAL):
             body = self.body if self._renamed else None

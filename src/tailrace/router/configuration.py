@@ -24,7 +24,7 @@ from tailrace.router.settings import BackendSettings
 FIXED = (
     "listen", "processes", "share_port", "tokenizer", "tokens.source", "decisions.folder",
     "admin.listen", "admin.token_env", "tls", "admin.tls",
-    "discovery", "limits.connect_s", "log.level",
+    "discovery", "tracing", "limits.connect_s", "log.level",
 )  # fmt: skip
 _PREFIX = "configuration-"
 #: Earlier versions that are kept, so that a worker that is behind cannot publish one of them.

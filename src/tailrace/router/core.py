@@ -35,6 +35,7 @@ from tailrace.router.observe.events import EventSink
 from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.snapshot import RouterSnapshot
 from tailrace.router.observe.telemetry import Telemetry
+from tailrace.router.observe.tracing import Tracer
 from tailrace.router.proxy.backends import Backend, BackendChange, Backends
 from tailrace.router.proxy.catalogue import ModelCatalogue
 from tailrace.router.proxy.request_intake import RequestIntake
@@ -123,6 +124,8 @@ class RouterCore:
         self.keyring = self._keyring(settings)
         self.held = ByteBudget()
         """Bytes of requests that are held, all clients together."""
+        self.tracer = Tracer(settings.tracing, self.tls) if settings.tracing.endpoint else None
+        self.intake.context.tracer = self.tracer
         self._return_memory_at = math.inf
         self.now = self.admin.now = self.intake.context.now = clock()
         self._load = load
@@ -258,6 +261,8 @@ class RouterCore:
         self._spawn(self.scraper.run())
         self._spawn(self.telemetry.run(self.snapshot))
         self._spawn(self._keep_speeds())
+        if self.tracer is not None:
+            self._spawn(self.tracer.run())
         if settings.discovery.is_used and self.backends.cluster.worker_view.worker == 0:
             found = sources(settings.discovery, self.tls)
             self._spawn(Discovery(found, self.use_found).run())
@@ -337,6 +342,8 @@ class RouterCore:
             client.abort()
         for backend in self.backends.all:
             backend.pool.abort()
+        if self.tracer is not None:
+            await self.tracer.stop()
         await asyncio.sleep(0)  # let the transports close
         self.decision_log.close()
         self._save_speeds()

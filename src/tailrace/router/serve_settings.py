@@ -23,6 +23,7 @@ from tailrace.router.intake.routes import INFERENCE_PATHS, is_listable
 from tailrace.router.intake.tokens import TokenSettings
 from tailrace.router.observe.decision_log import DecisionLogSettings
 from tailrace.router.observe.scrape import ScrapeSettings
+from tailrace.router.observe.tracing import TracingSettings
 from tailrace.router.settings import (
     AdminSettings,
     AdmissionSettings,
@@ -83,6 +84,7 @@ class ServeSettings(Settings):
     admission: AdmissionSettings = AdmissionSettings()
     pick: PickSettings = PickSettings()
     log: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
     lame_duck_s: float = Field(default=5.0, ge=0, le=3600, allow_inf_nan=False)
     """How long connections and requests are still accepted after SIGTERM while /ready fails, s."""
     watchdog_s: Seconds = 10.0
@@ -176,6 +178,9 @@ def load(
     for backend in (*settings.backends, found.example(settings.discovery)):
         backend.api_key()  # a key that is missing is said at once
     Keyring(settings.clients)
+    settings.tracing.headers()
+    if settings.tracing.tls != BackendTls():
+        client_context(settings.tracing.tls.files)
     for tls in (settings.tls, settings.admin.tls):
         if tls.certificate is not None:
             server_context(tls.files)

@@ -6,6 +6,7 @@ from typing import Protocol
 from tailrace.router.access.forwarded import TrustedProxies
 from tailrace.router.observe.decision_log import DecisionLog
 from tailrace.router.observe.events import EventSink
+from tailrace.router.observe.tracing import Tracer
 from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Backends
 from tailrace.router.proxy.catalogue import ModelCatalogue
@@ -42,6 +43,8 @@ class RequestContext:
     """Proxies that say for whom they ask."""
     forwards: bool = False
     """Whether there are such."""
+    tracer: Tracer | None = None
+    """Where spans go; None: nothing is traced."""
     now: float = 0.0
     """Coarse clock, s; set by the sweep."""
     active: "set[InProgress]" = field(default_factory=set)

@@ -82,6 +82,8 @@ class RequestDispatcher(RequestIntake):
         context.retry_budget.request()
         request_id = self.request_id(request.head.lower.get(b"x-request-id"))
         exchange = Exchange(context, request, request_id, kind, arrival, client, reserved, model)
+        if context.tracer is not None:
+            exchange.trace = context.tracer.begin(request.head.lower)
         path = request.head.path
         if arrival is None and path.startswith(_STORED):
             known = exchange.go_home(path[len(_STORED) :].partition(b"/")[0])

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 from tailrace.net.client import NO_FILES, UpstreamConnection
-from tailrace.net.heads import ResponseHead
+from tailrace.net.heads import NO_NAMES, ResponseHead
 from tailrace.net.server import HttpRequest
 from tailrace.router.access.keyring import Client
 from tailrace.router.proxy import errors, response_headers
@@ -99,7 +99,13 @@ class Exchange(RoutedRequest):
         context, lines = self._context, b""
         if context.forwards:
             lines = context.proxies.lines(request.client.host, request.head.headers)
-        head = backend.pool.request_head(request.head, size, self.id, keys=keys, lines=lines)
+        dropped, trace = NO_NAMES, self.trace
+        if trace is not None:
+            dropped = trace.dropped
+            lines += b"\r\ntraceparent: " + trace.header
+        head = backend.pool.request_head(
+            request.head, size, self.id, keys=keys, lines=lines, dropped=dropped
+        )
         if spliced is None:
             connection.send(self, request.head.method, head, body)
         else:

@@ -11,6 +11,7 @@ from tailrace.router.access.keyring import Client
 from tailrace.router.decide.chooser import Decision
 from tailrace.router.intake import priority_field
 from tailrace.router.intake.priority_field import SplicedBody
+from tailrace.router.observe.tracing import RequestTrace
 from tailrace.router.proxy import response_headers
 from tailrace.router.proxy.backends import Backend
 from tailrace.router.proxy.context import RequestContext
@@ -36,7 +37,7 @@ class RoutedRequest:
     __slots__ = ("__weakref__", "_attempts", "_backend", "_charged", "_client", "_context",
                  "_explained", "_failure", "_home", "_kind", "_model", "_queued", "_reserved",
                  "_started_at", "_suspects", "_tried", "arrival", "attempt", "decision", "id",
-                 "priority", "stage")  # fmt: skip
+                 "priority", "stage", "trace")  # fmt: skip
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class RoutedRequest:
         self.id = request_id
         self.priority = arrival.asked.priority if arrival is not None else 0
         self.stage = WAITING
+        self.trace: RequestTrace | None = None
+        """Its spans, if it is traced."""
         self.attempt: Attempt | None = None
         self.decision: Decision | None = None
         self._backend: Backend | None = None
@@ -187,6 +190,8 @@ class RoutedRequest:
             context.queue.serve(self.flow, self.weight, self._charged)
         self._attempts += 1
         self._backend = backend
+        if self.trace is not None:
+            self.trace.attempt()
         self._send()
         # Entered into the records only now: the server can begin meanwhile.
         if arrival is not None and decision is not None:
@@ -287,6 +292,11 @@ class RoutedRequest:
             self._context.decision_log.write(attempt, outcome, name)
         if backend is not None:
             backend.end()
+            if self.trace is not None:
+                first_s = None
+                if attempt is not None and attempt.first_at is not None:
+                    first_s = attempt.first_at - attempt.sent_at
+                self.trace.attempt_ended(backend.label, outcome, self.decision, first_s)
 
     def _finish(self, outcome: str, status: int) -> None:
         """The request is over."""
@@ -310,6 +320,10 @@ class RoutedRequest:
         if charged:
             context.queue.correct(self.flow, self.weight, used - charged)
         context.events.request_done(attempt, status, outcome, self._kind, name)
+        if self.trace is not None:
+            self.trace.ended(
+                self._kind, status, outcome, self.decision, self._traced(attempt, backend)
+            )
         done = outcome == "done"
         # The queue may hold on to a request whose client has gone, until its turn comes.
         self._ended(attempt, backend, done)
@@ -322,6 +336,21 @@ class RoutedRequest:
             )  # fmt: skip
         if context.queue.items:
             context.admit_waiting()
+
+    def _traced(self, attempt: Attempt | None, backend: Backend | None) -> dict[str, object]:
+        """Return what a span tells of it: figures and names, no text of its."""
+        found: dict[str, object] = {"tailrace.request_id": self.id.decode("latin-1")}
+        if backend is not None:
+            found["tailrace.backend"] = backend.label
+        if self._model:
+            found["gen_ai.request.model"] = self._model
+        if self._client is not None:
+            found["tailrace.client"] = self._client.name
+        if attempt is not None:
+            prompt, output = attempt.reported_prompt, attempt.reported_output
+            found["gen_ai.usage.input_tokens"] = attempt.prompt_tokens if prompt is None else prompt
+            found["gen_ai.usage.output_tokens"] = attempt.streamed if output is None else output
+        return found
 
     def _used_tokens(self, attempt: Attempt | None, outcome: str) -> float:
         """Return what a request costs its client, in tokens of prompt and answer.

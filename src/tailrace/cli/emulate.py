@@ -66,6 +66,11 @@ _PORT = click.IntRange(0, 65_535)
     help="Tokens in one event of a stream, after its first, as of a busy vLLM.",
 )  # fmt: skip
 @option(
+    "--kv-events-port", type=_PORT,
+    help="Publish KV events: the first replica here and its replays at the next port, the others "
+         "behind; 0: any free ports.",
+)  # fmt: skip
+@option(
     "--duration", type=click.FloatRange(0), metavar="S",
     help="Stop after this many seconds; default: on Ctrl-C.",
 )  # fmt: skip
@@ -78,6 +83,8 @@ def command(
 ) -> None:
     """Run emulated vLLM servers until Ctrl-C."""
     console.need("httptools", "orjson", "uvloop", "xxhash", extra="serve", what="tailrace emulate")
+    if given["kv_events_port"] is not None:
+        console.need("zmq", "msgpack", extra="cluster", what="tailrace emulate --kv-events-port")
     cluster = options.take_scenario(given).cluster
     if speeds is not None:
         cluster = _with_speeds(cluster, speeds)
@@ -119,7 +126,10 @@ def _announce(emulator: "Emulator", as_json: bool) -> None:
     if as_json:
         import orjson
 
-        about = {"urls": emulator.urls, "admin_url": emulator.admin_url}
+        about: dict[str, Any] = {"urls": emulator.urls, "admin_url": emulator.admin_url}
+        if emulator.publishers:
+            about["kv_events"] = [p.endpoint for p in emulator.publishers]
+            about["kv_replay"] = [p.replay for p in emulator.publishers]
         click.echo(orjson.dumps(about).decode())
     else:
         for replica, url in zip(emulator.replicas, emulator.urls, strict=True):

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from tailrace.config import Cluster, parse
 from tailrace.emulate.clock import Clock, LoopClock
@@ -19,6 +19,9 @@ from tailrace.sim.feasibility import check_cluster
 from tailrace.view.cost_model import cost_rows, iteration_s
 from tailrace.view.devices import cost_of, resolved
 
+if TYPE_CHECKING:  # needs an extra
+    from tailrace.emulate.kv_publisher import KvPublisher
+
 BACKLOG = 4096
 #: How often refused connections are checked for clients that keep them open, s.
 SWEEP_S = 1.0
@@ -30,6 +33,8 @@ class Emulator:
     ``port`` is that of the first replica, the others follow; 0: any free ones. ``time_scale`` is
     real seconds per emulated second: 0.1 runs ten times as fast. With ``faults`` there is an admin
     server as well, at ``admin_port``: ``POST /replicas/N/fault`` with a :class:`Fault` as JSON.
+    With ``kv_events_port`` each publishes its KV events: the first there and its replays at the next
+    port, the others behind; 0: any free ports.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class Emulator:
         admin_port: int = 0,
         old_metric_names: bool = False,
         tokens_per_event: int = 1,
+        kv_events_port: int | None = None,
     ) -> None:
         if not (time_scale > 0):
             raise TailraceError(f"time_scale must be positive, got {time_scale}")
@@ -59,6 +65,9 @@ class Emulator:
         self._faults = faults
         self._old_metric_names = old_metric_names
         self._tokens_per_event = tokens_per_event
+        self._kv_events_port = kv_events_port
+        self.publishers: list[KvPublisher] = []
+        """Of KV events, by replica; empty: none are published."""
         self._listeners: list[asyncio.Server | None] = []
         self._admin = _Admin(self)
         self._admin_listener: asyncio.Server | None = None
@@ -85,6 +94,8 @@ class Emulator:
         try:
             for number in range(len(self._replicas)):
                 self.services.append(self._service(number, clock))
+                if self._kv_events_port is not None:
+                    self._publish(number, self._kv_events_port)
                 self._listeners.append(None)
                 self.ports.append(self._first_port and self._first_port + number)
                 await self._listen(number)
@@ -113,10 +124,14 @@ class Emulator:
             service.replica.clear()
         if fault.kind == "die":
             await self._stop_listening(replica)
+            for publisher in self.publishers[replica : replica + 1]:
+                publisher.cut()
         if fault.kind == "return":
             service.replica.set_speed(1.0)
             if self._listeners[replica] is None:
                 await self._listen(replica)
+                for publisher in self.publishers[replica : replica + 1]:
+                    publisher.restart()
 
     # ---- ports ----------------------------------------------------------------------------------
 
@@ -128,6 +143,14 @@ class Emulator:
         replica = EmulatedReplica(number, config, clock, Meter(self._time_scale))
         served = Served(self._model, most, self._seed, self._tokens_per_event, self._adapters)
         return EmulatedService(replica, served, old_names=self._old_metric_names)
+
+    def _publish(self, number: int, first_port: int) -> None:
+        from tailrace.emulate.kv_publisher import KvPublisher
+
+        port = first_port and first_port + 2 * number
+        publisher = KvPublisher(self._host, port=port, replay_port=port and port + 1)
+        self.publishers.append(publisher)
+        self.services[number].replica.tell(publisher.publish)
 
     async def _listen(self, number: int) -> None:
         service = self.services[number]
@@ -173,6 +196,8 @@ class Emulator:
         if self._admin_listener is not None:
             self._admin_listener.close()
             self._admin.drop_all()
+        for publisher in self.publishers:
+            publisher.close()
         if self._clock is not None:
             self._clock.close()
         await asyncio.sleep(0)  # the loop tells the connections that they are closed

@@ -15,6 +15,7 @@ from tailrace.emulate.clock import Clock
 from tailrace.emulate.job import Job
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.timers import Handle
+from tailrace.net.kv_events import BlocksRemoved, BlocksStored, Event
 from tailrace.sim.reference.blocks import BlockPool
 from tailrace.sim.reference.content import BlockId, BlockNames
 from tailrace.sim.reference.request import Request
@@ -26,6 +27,8 @@ class LiveContent(BlockNames):
 
     def __init__(self) -> None:
         self.names: dict[int, list[BlockId]] = {}
+        self.tokens: dict[int, bytes] = {}
+        """Prompt and output of each request, if events are told of."""
 
     def block_ids(self, request_id: int, block_size: int) -> list[BlockId]:  # noqa: ARG002
         """Names of the full blocks of prompt and output."""
@@ -34,6 +37,7 @@ class LiveContent(BlockNames):
     def forget(self, request_id: int, block_size: int) -> None:  # noqa: ARG002
         """Drop the names of a request that has left its server."""
         self.names.pop(request_id, None)
+        self.tokens.pop(request_id, None)
 
 
 def chained_names(tokens: bytes, block_size: int) -> list[BlockId]:
@@ -47,6 +51,37 @@ def chained_names(tokens: bytes, block_size: int) -> list[BlockId]:
     return names
 
 
+class CacheEvents:
+    """Gathers what a prefix cache stores and evicts, in the form of KV events.
+
+    As vLLM does, blocks that a prompt has found cached are reported as stored once more.
+    """
+
+    def __init__(
+        self, content: LiveContent, block_size: int, on_events: Callable[[list[Event]], None]
+    ) -> None:
+        self._content, self._block_size, self._on_events = content, block_size, on_events
+        self._gathered: list[Event] = []
+
+    def stored(self, request_id: int, first: int, end: int) -> None:
+        """Blocks ``first`` to ``end - 1`` of a request are cached."""
+        names = [name for name, _ in self._content.names[request_id][:end]]
+        size = self._block_size * tokenizer.TOKEN_BYTES
+        tokens = tokenizer.token_ids(self._content.tokens[request_id][first * size : end * size])
+        parent = names[first - 1] if first else None
+        self._gathered.append(BlocksStored(names[first:], parent, tokens, self._block_size))
+
+    def removed(self, name: BlockId) -> None:
+        """A block is evicted."""
+        self._gathered.append(BlocksRemoved([name[0]]))
+
+    def flush(self) -> None:
+        """Pass on what was gathered."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, []
+            self._on_events(gathered)
+
+
 class EmulatedReplica:
     """A server that takes real time. ``config`` has cost model and ``num_blocks`` filled in."""
 
@@ -58,6 +93,7 @@ class EmulatedReplica:
         self.content = LiveContent()
         self.server = Server(number, config, compat=False, content=self.content)
         self._names_blocks = isinstance(self.server.scheduler.memory, BlockPool)
+        self._cache_events: CacheEvents | None = None
         self._jobs: dict[int, Job] = {}
         self.leaving: set[Request] = set()
         """Aborted requests that a running iteration still holds."""
@@ -67,6 +103,16 @@ class EmulatedReplica:
         self._timer: Handle | None = None
         self._timer_s = NEVER_S
         self._frozen = False
+
+    def tell(self, on_events: Callable[[list[Event]], None]) -> None:
+        """Call ``on_events`` with what the prefix cache stores and evicts, before each iteration."""
+        self._cache_events = CacheEvents(self.content, self.config.block_size, on_events)
+        self._listen_to_cache()
+
+    def _listen_to_cache(self) -> None:
+        memory = self.server.scheduler.memory
+        if isinstance(memory, BlockPool):
+            memory.listener = self._cache_events
 
     @property
     def is_frozen(self) -> bool:
@@ -115,6 +161,8 @@ class EmulatedReplica:
         if self._names_blocks:
             names = chained_names(prompt + answer, self.config.block_size)
             self.content.names[request.id] = names
+            if self._cache_events is not None:
+                self.content.tokens[request.id] = prompt + answer
         self.server.add(request)
         self._forms_at_s = now
         if not self._frozen:
@@ -155,6 +203,8 @@ class EmulatedReplica:
         self._jobs.clear()
         self.leaving.clear()
         self.content.names.clear()
+        self.content.tokens.clear()
+        self._listen_to_cache()
         self._forms_at_s = NEVER_S
         self._frozen = False
         self._arm()
@@ -209,6 +259,8 @@ class EmulatedReplica:
                     job.scheduled_s = now
                     job.cached_tokens = self.server.scheduler.admission_hit(request)
                     self.meter.admitted(job.prompt_tokens, job.cached_tokens)
+        if self._cache_events is not None:
+            self._cache_events.flush()
         if self.leaving:
             self._drop_leaving_from_queue()
 

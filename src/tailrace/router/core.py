@@ -32,17 +32,20 @@ from tailrace.router.listening import RouterListener
 from tailrace.router.observe import prometheus, status
 from tailrace.router.observe.decision_log import DecisionLog, load_salt
 from tailrace.router.observe.events import EventSink
+from tailrace.router.observe.kv_streams import KvStreams
 from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.snapshot import RouterSnapshot
 from tailrace.router.observe.telemetry import Telemetry
 from tailrace.router.observe.tracing import Tracer
 from tailrace.router.proxy.backends import Backend, BackendChange, Backends
 from tailrace.router.proxy.catalogue import ModelCatalogue
+from tailrace.router.proxy.prompt_tokens import PromptLearner
 from tailrace.router.proxy.request_intake import RequestIntake
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings, ListenerTls
 from tailrace.router.state import server_speeds
 from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.exact_caches import ExactCaches
 from tailrace.router.state.shared_state import WorkerView
 from tailrace.router.state.worker_room import WorkerRoom
 
@@ -120,6 +123,7 @@ class RouterCore:
         self.scraper = Scraper(
             cluster, self._fetch_metrics, settings.metrics, self._present, self._adapters_seen
         )
+        self.kv_streams: KvStreams | None = None
         self.admin = Admin(self._admin_routes(), settings.admin.token())
         self.keyring = self._keyring(settings)
         self.held = ByteBudget()
@@ -255,6 +259,7 @@ class RouterCore:
             except TailraceError:
                 self._listener.close()
                 raise
+        self._follow_caches()
         self._spawn(self._sweep())
         self._spawn(self._probe())
         self._spawn(self.models.run())
@@ -327,6 +332,8 @@ class RouterCore:
             _log.warning("cut off", extra={"requests": len(self.intake.active)})
         self._abort()
         self.intake.close()
+        if self.kv_streams is not None:
+            await self.kv_streams.close()
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -490,12 +497,28 @@ class RouterCore:
         self.intake.reload(settings)
         added, removed = self.backends.apply(new, settings, change)
         self.models.reload(settings.models)
+        if self._tasks:  # it has been started
+            self._follow_caches()
         self._report_worker()
         self.intake.context.admit_waiting()
         return {"added": added, "removed": removed}
 
+    def _follow_caches(self) -> None:
+        """Read the KV events of the backends that publish them."""
+        events, present = self.settings.events, self.backends.present
+        if self.kv_streams is None:
+            if not any(events.endpoints(b.settings)[0] for b in present):
+                return
+            caches = ExactCaches(self.backends.cluster, events.blocks)
+            self.kv_streams = KvStreams(caches, events)
+            self.intake.context.prompt_learner = PromptLearner(caches, events)
+        self.kv_streams.settings = events
+        self.kv_streams.follow({b.index: b.settings for b in present})
+
     def _retired(self, number: int) -> None:
         """The number of a backend is free for another one."""
+        if self.kv_streams is not None:
+            self.kv_streams.drop(number)
         self.telemetry.retire(number)
         self.scraper.forget(number)
 
@@ -510,7 +533,7 @@ class RouterCore:
         routing, counter, now = chooser.settings, cluster.counter, self.clock()
         return RouterSnapshot(
             at=now,
-            backends=self.backends.snapshot(now, self.scraper),
+            backends=self.backends.snapshot(now, self.scraper, self.kv_streams),
             draining=self.draining,
             behind=self.behind,
             policy=chooser.policy.name,

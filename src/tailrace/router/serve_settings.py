@@ -30,6 +30,7 @@ from tailrace.router.settings import (
     BackendSettings,
     BackendTls,
     ClientSettings,
+    EventSettings,
     HealthSettings,
     LimitSettings,
     ListenerTls,
@@ -71,6 +72,7 @@ class ServeSettings(Settings):
     models: ModelSettings = ModelSettings()
     routing: ChooserSettings = ChooserSettings()
     metrics: ScrapeSettings = ScrapeSettings()
+    events: EventSettings = EventSettings()
     decisions: DecisionLogSettings = DecisionLogSettings()
     speeds: SpeedSettings = SpeedSettings()
     tokenizer: Path | None = None
@@ -125,6 +127,16 @@ class ServeSettings(Settings):
         if double:
             raise ValueError(
                 f"two clients are called {double[0]}; one client may have several keys"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_events(self) -> Self:
+        silent = [b.label for b in self.backends if not self.events.endpoints(b)[0]]
+        if self.routing.prefix_learns == "events" and silent:
+            raise ValueError(
+                f"routing.prefix_learns is events, but {silent[0]} publishes none: set events.port "
+                "or kv_events of the backend"
             )
         return self
 

@@ -94,6 +94,10 @@ class BackendSettings(BackendDefaults):
     """Its address, e.g. http://10.0.0.1:8000; a path here is prefixed to every request's path."""
     name: str = ""
     """Name in logs, metrics and headers; default: host:port."""
+    kv_events: str = Field(default="", pattern=r"^((tcp|ipc)://[!-~]+)?$")
+    """Where it publishes its KV events, e.g. tcp://10.0.0.1:5557; default: see `events.port`."""
+    kv_replay: str = Field(default="", pattern=r"^((tcp|ipc)://[!-~]+)?$")
+    """Where it replays them; default: see `events.replay_port`."""
 
     @field_validator("url")
     @classmethod
@@ -323,6 +327,35 @@ class PickSettings(Settings):
     objectives: dict[Annotated[str, Field(min_length=1, max_length=253)], int] = Field(default={})
     """Priority of each InferenceObjective, by name: higher is more urgent, 0 is the default.
     Requests below 0 are rejected (429) instead of waiting when all replicas are full."""
+
+
+class EventSettings(Settings):
+    """KV events of the servers: exact knowledge of their prefix caches (several-routers.md)."""
+
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port where every backend publishes its KV events, at the host of its `url`; 0: only those
+    with `kv_events`."""
+    replay_port: int = Field(default=0, ge=0, le=65535)
+    """Port where every backend replays them; 0: only those with `kv_replay`."""
+    topic: str = Field(default="", max_length=256)
+    """Topics that begin with this are read; empty: all."""
+    max_lag_s: Seconds = 2.0
+    """Events later than this make a replica's caches stale: the router estimates them again, s."""
+    prompts: int = Field(default=8, ge=1, le=1024)
+    """Prompts whose tokens are asked for at a time (/tokenize, after the response); the caches of
+    more are estimated."""
+    prompt_bytes: int = Field(default=262_144, ge=0, le=2**24)
+    """Longest request body whose tokens are asked for."""
+    blocks: int = Field(default=262_144, ge=1024, le=2**24)
+    """KV blocks remembered per server, about 300 bytes each and worker process."""
+
+    def endpoints(self, backend: BackendSettings) -> tuple[str, str]:
+        """Return where a backend publishes and replays its events; empty: nowhere."""
+        host = backend.origin[0]
+        host = f"[{host}]" if ":" in host else host
+        events = backend.kv_events or (f"tcp://{host}:{self.port}" if self.port else "")
+        replay = f"tcp://{host}:{self.replay_port}" if self.replay_port else ""
+        return events, backend.kv_replay or replay
 
 
 class LogSettings(Settings):

@@ -78,9 +78,16 @@ def test_both_ways_end_in_the_same_index() -> None:
     np.testing.assert_array_equal(first.index.entries["key"], second.index.entries["key"])
 
 
-def test_kv_events_are_refused_in_a_sentence() -> None:
-    with pytest.raises(ValueError, match="does not read the servers' KV events"):
-        ChooserSettings(prefix_learns="events")
+def test_learning_by_events_waits_for_the_first_token_too() -> None:
+    cluster = new_cluster(2)
+    chooser = new_chooser(cluster, "lmetric", prefix_learns="events")
+    attempt = send(chooser, LONG)
+    assert cached(cluster) == 0
+    attempt.tokens(1)
+    assert cached(cluster) > 900
+
+
+def test_unknown_ways_of_learning_are_refused() -> None:
     with pytest.raises((ValueError, TailraceError)):
         ChooserSettings(prefix_learns="sometimes")  # type: ignore[arg-type]
 

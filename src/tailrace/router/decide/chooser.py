@@ -18,7 +18,7 @@ from typing import Annotated, NamedTuple, Self
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from tailrace.config import PrefixLearns, Settings
 from tailrace.errors import TailraceError
@@ -86,22 +86,15 @@ class ChooserSettings(Settings):
     shadow: str = ""
     """Policy whose decisions are logged but not used; empty: none."""
     prefix_learns: PrefixLearns = "sent"
-    """When the prefix index learns that a replica has a prompt: sent, or first_token."""
+    """When the prefix index learns that a replica has a prompt: sent, first_token, or events. The
+    last is first_token, and every backend must publish KV events. Where these are published they
+    correct the index in any case."""
 
     @model_validator(mode="after")
     def _canary_has_both(self) -> Self:
         if self.canary_share > 0 and not self.canary:
             raise ValueError("canary_share is given, but no canary")
         return self
-
-    @field_validator("prefix_learns")
-    @classmethod
-    def _without_events(cls, value: PrefixLearns) -> PrefixLearns:
-        if value == "events":
-            raise ValueError(
-                "this router does not read the servers' KV events; give sent or first_token"
-            )
-        return value
 
 
 class _Role(NamedTuple):
@@ -147,7 +140,7 @@ class Chooser:
                 f"fallback '{settings.fallback}' must be a built-in rule; see `tailrace policies`"
             )
         self._fallback = fallback
-        cluster.index_later = settings.prefix_learns == "first_token"
+        cluster.index_later = settings.prefix_learns != "sent"
         if fallback.rule.uses_active:
             cluster.count_active_blocks()
         listeners = list(cluster.listeners)

@@ -17,6 +17,7 @@ from tailrace import __version__
 from tailrace.net.prometheus_text import histogram_lines
 from tailrace.router.observe.metrics import GONE, CounterFamily, HistogramFamily, Labels, Metrics
 from tailrace.router.observe.snapshot import BREAKER_STATES, BackendSnapshot, RouterSnapshot
+from tailrace.router.state.exact_caches import TRUST_LEVELS
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 #: Label of requests that were sent to no replica.
@@ -60,6 +61,11 @@ REPLICA_METRICS: tuple[tuple[_Type, str, str, Callable[[BackendSnapshot], float 
      lambda b: b.scrape_failures),
     (_GAUGE, "replica_index_tokens", "Tokens that the router's prefix index holds for it",
      lambda b: b.cached_tokens),
+    (_GAUGE, "replica_event_lag_seconds", "How late its latest KV event was",
+     lambda b: b.event_lag_s),
+    (_COUNTER, "replica_event_gaps", "Times its KV events had gaps", lambda b: b.event_gaps),
+    (_COUNTER, "replica_event_gaps_lost", "Gaps of its KV events that could not be replayed",
+     lambda b: b.event_gaps_lost),
     (_GAUGE, "replica_tpot_seconds", "Its time per output token in a batch of 8, as predicted",
      lambda b: b.known.tpot_s if b.known else None),
     (_GAUGE, "replica_prediction_error", "Relative error of its predicted times, moving mean",
@@ -108,6 +114,11 @@ def _of_state(snapshot: RouterSnapshot) -> Iterator[Metric]:
         _GAUGE, "replica_breaker", "State of its circuit breaker: 1 for the one it is in",
         ("replica", "state"),
         {(b.name, state): int(b.breaker == state) for b in present for state in BREAKER_STATES},
+    )  # fmt: skip
+    yield _family(
+        _GAUGE, "replica_caches", "How far the prefix index can be trusted for it: 1 for the level",
+        ("replica", "trust"),
+        {(b.name, level): int(b.caches == level) for b in present for level in TRUST_LEVELS},
     )  # fmt: skip
 
 

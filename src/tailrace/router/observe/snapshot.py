@@ -58,6 +58,14 @@ class BackendSnapshot:
     """Times its metrics could not be read."""
     cached_tokens: int = 0
     """Tokens that the prefix index holds for it."""
+    caches: str = "estimated"
+    """How far the prefix index can be trusted: exact, estimated or stale."""
+    event_lag_s: float | None = None
+    """How late its KV events are; None: it publishes none."""
+    event_gaps: int = 0
+    """Times KV events were missing."""
+    event_gaps_lost: int = 0
+    """Those that could not be replayed."""
     capacity_tokens: int = 0
     """Size of its KV memory."""
     speed: float = 1.0

@@ -14,12 +14,14 @@ from tailrace.net.tls import TlsContexts
 from tailrace.router.configuration import Configuration
 from tailrace.router.decide.chooser import Chooser, Decision
 from tailrace.router.observe.scrape import Scraper
+from tailrace.router.observe.kv_streams import KvStreams
 from tailrace.router.observe.snapshot import CLOSED, OPEN, BackendSnapshot
 from tailrace.router.proxy.health import NO_LIMIT, Health
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.exact_caches import ESTIMATED
 from tailrace.router.state.server_speeds import speed_of
 from tailrace.router.state.worker_room import WorkerRoom
 
@@ -422,15 +424,20 @@ class Backends:
         else:
             self.full.discard(backend.index)
 
-    def snapshot(self, now: float, scraper: Scraper) -> tuple[BackendSnapshot, ...]:
+    def snapshot(
+        self, now: float, scraper: Scraper, streams: KvStreams | None = None
+    ) -> tuple[BackendSnapshot, ...]:
         """Return the state of all backends at ``now`` (s)."""
-        return tuple(self._snapshot(b, now, scraper) for b in self.all)
+        return tuple(self._snapshot(b, now, scraper, streams) for b in self.all)
 
-    def _snapshot(self, backend: Backend, now: float, scraper: Scraper) -> BackendSnapshot:
+    def _snapshot(
+        self, backend: Backend, now: float, scraper: Scraper, streams: KvStreams | None
+    ) -> BackendSnapshot:
         r, health = backend.index, backend.health
         view, cluster = self.cluster.replicas[r], self.cluster
         metrics = scraper.snapshots.get(r)
         metrics_at = float(view["metrics_at"])
+        stream = streams.streams.get(r) if streams is not None else None
         return BackendSnapshot(
             index=r,
             name=backend.label,
@@ -455,6 +462,10 @@ class Backends:
             metrics_age_s=max(0.0, now - metrics_at) if math.isfinite(metrics_at) else None,
             scrape_failures=scraper.failures.get(r, 0),
             cached_tokens=int(cluster.index.totals["held_tokens"][r] / cluster.units_per_token),
+            caches=streams.caches.trust_of(r) if streams is not None else ESTIMATED,
+            event_lag_s=stream.lag.seconds if stream is not None else None,
+            event_gaps=stream.gaps if stream is not None else 0,
+            event_gaps_lost=stream.lost if stream is not None else 0,
             capacity_tokens=int(view["capacity_tokens"]),
             speed=float(view["speed"]),
             known=speed_of(cluster, r),

@@ -10,6 +10,7 @@ from tailrace.router.observe.tracing import Tracer
 from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.proxy.backends import Backends
 from tailrace.router.proxy.catalogue import ModelCatalogue
+from tailrace.router.proxy.prompt_tokens import PromptLearner
 from tailrace.router.proxy.tokenize_probe import TokenizeProbe
 from tailrace.router.serve_settings import ServeSettings
 
@@ -33,6 +34,8 @@ class RequestContext:
     retry_budget: RetryBudget
     tokenize_probe: TokenizeProbe
     models: ModelCatalogue
+    prompt_learner: PromptLearner | None = None
+    """Learns the tokens of prompts; None: no backend publishes KV events."""
     explains: bool = False
     """Whether routing decisions are explained to clients without their own setting."""
     attempts: int = 1

@@ -154,6 +154,8 @@ class RequestIntake:
         """End background work."""
         self.large_bodies.close()
         self.context.tokenize_probe.close()
+        if self.context.prompt_learner is not None:
+            self.context.prompt_learner.close()
 
     def sweep(self, now: float) -> None:
         """Enforce time limits at ``now`` (s); called a few times per second."""
@@ -173,6 +175,8 @@ class RequestIntake:
         context.queue.settings = settings.admission
         context.retry_budget.set_up(settings.retry)
         context.tokenize_probe.settings = settings.tokens
+        if context.prompt_learner is not None:
+            context.prompt_learner.settings = settings.events
 
 
 def _check_model(client: Client, body: RequestBody, data: bytes) -> None:

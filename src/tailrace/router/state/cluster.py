@@ -211,7 +211,7 @@ class ClusterState:
         self.costs[replica] = replica_costs([server])[0]
         self.models[replica] = self._new_models([server])[0]
         self.lesson_at[replica] = self._first_lesson(replica)
-        self.beliefs[replica] = (self._believed(server), 1)
+        self.beliefs[replica] = (self._believed(server), 1, 0)
         self._misses[replica], self._answer_share[replica] = 0, 1.0
 
     def shrink(self, count: int) -> None:
@@ -238,7 +238,7 @@ class ClusterState:
         self.costs = np.concatenate([self.costs, replica_costs(servers)])
         self.models[new] = self._new_models(servers)
         self.lesson_at += [self._first_lesson(replica) for replica in range(old, n)]
-        believed = np.array([(self._believed(s), 1) for s in servers], kernels.BELIEF)
+        believed = np.array([(self._believed(s), 1, 0) for s in servers], kernels.BELIEF)
         self.beliefs = np.concatenate([self.beliefs, believed])
         self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
         self.waiting += [{} for _ in servers]
@@ -609,7 +609,7 @@ class ClusterState:
             believed -= expected
         elif not self.answers[r] and entry.arrival.runs.branch_at >= 0:
             self._trust_answers(r, cached > believed + 2 * block)
-        if cached >= believed - block:
+        if cached >= believed - block or self.beliefs[r]["exact"]:
             return
         # The server evicts what was not used for longest, so whatever the index saw used no later
         # than the run that is missing is gone too.

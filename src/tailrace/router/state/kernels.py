@@ -101,6 +101,7 @@ BELIEF = np.dtype(
     [
         ("caching", "i8"),  # indexes its memory is divided among, one per worker; 0: no cache
         ("answers", "i8"),  # 1: earlier answers are found in it
+        ("exact", "i8"),  # 1: the server's own events say what it evicts
     ]
 )
 #: Main reason for the choice against the runner-up.
@@ -434,19 +435,52 @@ def opened(attempt, replicas, routers, entries, slots, totals, beliefs, keys, un
                 without = _cached_tokens(index, replica, r, prompt, keys, units, none, total, no)
                 answer = max(0, min(cached, own) - without)
         if t["index_later"] == 0:
-            _enter(index, replica, parts, t, keys, units)
+            _enter(index, replica, beliefs[r], t, keys, units)
     return used_at, answer
 
 
 @inner
-def _enter(index, replica, parts, t, keys, units):
+def _enter(index, replica, belief, t, keys, units):
     """Enter a prompt into the prefix index."""
     r, count = t["replica"], keys.size - 1
     if t["branch_at"] >= 0:
         # The blocks of this prompt take the place of the turn before and its answer.
         _remove(index.entries[r], index.slots[r], index.totals[r], keys[count])
-    capacity = np.int64(replica["capacity_tokens"] * t["units_per_token"]) // parts
+    capacity = index_capacity(replica, belief, t["units_per_token"])
     prefix_index.insert(index, r, keys[:count], units[:count], capacity, t["now"])
+
+
+@inner
+def index_capacity(replica, belief, units_per_token):
+    """Units that the index may hold for a replica before it takes the oldest for evicted."""
+    units = np.int64(replica["capacity_tokens"] * units_per_token)
+    if belief["exact"] != 0:
+        return 2 * units  # only against what no event speaks of; lengths are estimates
+    return units // belief["caching"]
+
+
+@jit
+def enter_runs(replicas, entries, slots, totals, beliefs, r, keys, units, units_per_token, now):
+    """Replica ``r`` has stored runs of which its events speak."""
+    if beliefs[r]["caching"] != 0:
+        capacity = index_capacity(replicas[r], beliefs[r], units_per_token)
+        prefix_index.insert(PrefixIndex(entries, slots, totals), r, keys, units, capacity, now)
+
+
+@jit
+def remove_runs(entries, slots, totals, r, keys):
+    """Replica ``r`` has evicted runs."""
+    for k in range(keys.size):
+        _remove(entries[r], slots[r], totals[r], keys[k])
+
+
+@jit
+def shorten_run(entries, slots, totals, r, key, units):
+    """Replica ``r`` has evicted the end of a run and keeps ``units`` of it."""
+    entry = slots[r, prefix_index._find(entries[r]["key"], slots[r], key)]
+    if entry != 0 and entries[r, entry]["tokens"] > units:
+        totals[r]["held_tokens"] -= entries[r, entry]["tokens"] - units
+        entries[r, entry]["tokens"] = units
 
 
 @jit
@@ -456,7 +490,7 @@ def indexed(attempt, replicas, entries, slots, totals, beliefs, keys, units):
     r = t["replica"]
     if beliefs[r]["caching"] != 0:
         index = PrefixIndex(entries, slots, totals)
-        _enter(index, replicas[r], beliefs[r]["caching"], t, keys, units)
+        _enter(index, replicas[r], beliefs[r], t, keys, units)
 
 
 @inner
@@ -505,7 +539,7 @@ def ended(
         count = keys.size - 1
         last = units[count - 1]
         units[count - 1] = last + np.int64(output * t["units_per_token"])  # continues the last run
-        capacity = np.int64(replica["capacity_tokens"] * t["units_per_token"]) // parts
+        capacity = index_capacity(replica, beliefs[r], t["units_per_token"])
         index = PrefixIndex(entries, slots, totals)
         prefix_index.insert(index, r, keys[:count], units[:count], capacity, t["now"])
         units[count - 1] = last

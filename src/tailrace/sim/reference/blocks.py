@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from tailrace.sim.reference.content import BlockId
 
@@ -31,6 +32,16 @@ class BlockCounter:
         self.used -= self.held.pop(request_id)
 
 
+class CacheListener(Protocol):
+    """Is told what a prefix cache stores and evicts."""
+
+    def stored(self, request_id: int, first: int, end: int) -> None:
+        """Blocks ``first`` to ``end - 1`` of a request are cached."""
+
+    def removed(self, name: BlockId) -> None:
+        """A block is evicted."""
+
+
 class BlockPool:
     """Blocks of a vllm_v1 server, each with its content and the number of requests that use it.
 
@@ -50,6 +61,7 @@ class BlockPool:
         # Several blocks may hold the same content; the one that was named first is used.
         self._known: dict[BlockId, dict[int, None]] = {}
         self._named_count: dict[int, int] = {}
+        self.listener: CacheListener | None = None
 
     @property
     def free(self) -> int:
@@ -102,9 +114,15 @@ class BlockPool:
         self.held[request_id] = held
         if self.caching:
             full = (processed + tokens) // self.block_size
-            for position in range(self._named_count.get(request_id, len(hits)), full):
+            first = self._named_count.get(request_id, len(hits))
+            for position in range(first, full):
                 self._set_name(held[position], names[position])
             self._named_count[request_id] = full
+            if self.listener is not None:
+                if hits:
+                    self.listener.stored(request_id, 0, len(hits))
+                if first < full:
+                    self.listener.stored(request_id, first, full)
         return True
 
     def release(self, request_id: int) -> None:
@@ -124,6 +142,8 @@ class BlockPool:
             if not self._known[name]:
                 del self._known[name]
             self._name[block] = None
+            if self.listener is not None:
+                self.listener.removed(name)
         self.users[block] = 1
         return block
 

@@ -33,8 +33,8 @@ class Emulator:
     ``port`` is that of the first replica, the others follow; 0: any free ones. ``time_scale`` is
     real seconds per emulated second: 0.1 runs ten times as fast. With ``faults`` there is an admin
     server as well, at ``admin_port``: ``POST /replicas/N/fault`` with a :class:`Fault` as JSON.
-    With ``kv_events_port`` each publishes its KV events: the first there and its replays at the next
-    port, the others behind; 0: any free ports.
+    With ``kv_events_port`` each publishes its KV events: the first there and its replays at the
+    next port, the others behind; 0: any free ports.
     """
 
     def __init__(

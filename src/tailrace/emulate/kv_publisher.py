@@ -13,6 +13,8 @@ from tailrace.net.kv_events import Batch, Event
 
 #: Messages kept for replay.
 KEPT = 10_000
+#: How often a port that is still in use is tried, and the pause between, s.
+REBIND_TRIES, REBIND_S = 100, 0.01
 _SEQUENCE = kv_events.SEQUENCE_BYTES
 
 
@@ -62,12 +64,23 @@ class KvPublisher:
         self._sockets = [publisher, router]
         for socket in self._sockets:
             socket.setsockopt(zmq.LINGER, 0)
-        publisher.bind(f"tcp://{self._host}:{self.port or '*'}")
-        router.bind(f"tcp://{self._host}:{self.replay_port or '*'}")
+        for socket, port in zip(self._sockets, (self.port, self.replay_port), strict=True):
+            self._bind(socket, port)
         ports = [int(s.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
                  for s in self._sockets]  # fmt: skip
         self.port, self.replay_port = ports
         self._task = asyncio.get_running_loop().create_task(self._serve_replays(router))
+
+    def _bind(self, socket: Any, port: int) -> None:
+        for tries_left in reversed(range(REBIND_TRIES)):
+            try:
+                socket.bind(f"tcp://{self._host}:{port or '*'}")
+            except zmq.ZMQError:  # a socket that was closed frees its port a little later
+                if not tries_left:
+                    raise
+                time.sleep(REBIND_S)
+            else:
+                return
 
     def cut(self) -> None:
         """Close all connections; what happens meanwhile can be replayed after ``open``."""

@@ -105,7 +105,7 @@ class EmulatedReplica:
         self._frozen = False
 
     def tell(self, on_events: Callable[[list[Event]], None]) -> None:
-        """Call ``on_events`` with what the prefix cache stores and evicts, before each iteration."""
+        """Call ``on_events`` with what the prefix cache stores and evicts, per iteration."""
         self._cache_events = CacheEvents(self.content, self.config.block_size, on_events)
         self._listen_to_cache()
 

@@ -104,6 +104,29 @@ def test_what_was_evicted_before_its_tokens_were_known_leaves_too() -> None:
     assert cached(cluster, TEXT) == 128
 
 
+def test_prompts_learned_while_events_were_late_are_compared_afterwards() -> None:
+    cluster, caches, server = setup()
+    server.store(TEXT[::-1])
+    caches.set_trust(0, STALE)
+    attempt = serve(cluster, TEXT)
+    learn(caches, attempt, TEXT)
+    assert cached(cluster, TEXT) == 512
+    server.store(TEXT)
+    server.remove(TEXT, 8)
+    caches.current(0)
+    assert cached(cluster, TEXT) == 128
+
+
+def test_runs_evicted_while_events_were_late_leave_the_index() -> None:
+    cluster, caches, server = setup()
+    server.store(TEXT[::-1])
+    caches.set_trust(0, STALE)
+    attempt = serve(cluster, TEXT)
+    learn(caches, attempt, TEXT)
+    caches.current(0)  # the prompt was stored and evicted, and both before anything was known
+    assert cached(cluster, TEXT) == 0
+
+
 def test_the_end_of_an_answer_may_be_evicted_alone() -> None:
     cluster, caches, server = setup()
     arrival = cluster.arrive(ask(TEXT))
@@ -176,7 +199,7 @@ def test_while_exact_the_router_does_not_guess_evictions() -> None:
 
 
 def test_after_missed_events_trust_returns_once_the_cache_has_turned_over() -> None:
-    cluster, caches, server = setup()
+    _cluster, caches, server = setup()
     caches.missed(0)
     caches.current(0)
     assert caches.trust_of(0) == ESTIMATED
@@ -188,7 +211,7 @@ def test_after_missed_events_trust_returns_once_the_cache_has_turned_over() -> N
 
 
 def test_more_blocks_than_there_is_room_for_are_not_exact() -> None:
-    cluster, caches, server = setup(most=16)
+    _cluster, caches, server = setup(most=16)
     server.store(TEXT)
     caches.current(0)
     assert len(caches.mirrors[0].ours) == 16

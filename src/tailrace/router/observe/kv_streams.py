@@ -300,9 +300,7 @@ class KvStreams:
         try:
             socket.connect(stream.replay)
             async with asyncio.timeout(REPLAY_S):
-                await socket.send_multipart(
-                    (b"", start.to_bytes(kv_events.SEQUENCE_BYTES, "big"))
-                )
+                await socket.send_multipart((b"", start.to_bytes(kv_events.SEQUENCE_BYTES, "big")))
                 while True:
                     *_, sequence, payload = await socket.recv_multipart()
                     if sequence == kv_events.END:

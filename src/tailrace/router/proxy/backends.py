@@ -13,8 +13,8 @@ from tailrace.net.client import NO_FILES, FetchError, Pool, failure_kind
 from tailrace.net.tls import TlsContexts
 from tailrace.router.configuration import Configuration
 from tailrace.router.decide.chooser import Chooser, Decision
-from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.kv_streams import KvStreams
+from tailrace.router.observe.scrape import Scraper
 from tailrace.router.observe.snapshot import CLOSED, OPEN, BackendSnapshot
 from tailrace.router.proxy.health import NO_LIMIT, Health
 from tailrace.router.serve_settings import ServeSettings

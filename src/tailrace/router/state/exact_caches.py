@@ -16,7 +16,7 @@ How far a replica's part of the index can be trusted:
 * ``stale``: events are missing or late. The index is estimated until they are there again.
 """
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,6 +36,8 @@ TRUST_LEVELS = EXACT, ESTIMATED, STALE = ("exact", "estimated", "stale")
 _hash = xxhash.xxh3_64_intdigest
 
 
+#: Prompts per replica whose runs are compared with its events once these have arrived.
+_MOST_UNSETTLED = 1024
 #: Where the chain of every prompt begins.
 ROOT = 0
 
@@ -156,6 +158,8 @@ class ExactCaches:
         self.runs = BlockRuns(most_blocks)
         self.mirrors: dict[int, CacheMirror] = {}
         self.trust: dict[int, str] = {}
+        # Runs of prompts that were learned while events were missing, and the blocks they end in.
+        self._unsettled: dict[int, deque[tuple[NDArray[np.uint64], list[int]]]] = {}
         self.learned = 0
         """Prompts whose tokens were learned."""
         none = np.zeros(0, np.uint64)  # compiled now, not when the first event comes
@@ -170,6 +174,7 @@ class ExactCaches:
 
     def end(self, replica: int) -> None:
         """Expect no more events of a replica."""
+        self._unsettled.pop(replica, None)
         if self.mirrors.pop(replica, None) is not None:
             self.set_trust(replica, ESTIMATED)
             del self.trust[replica]
@@ -203,6 +208,8 @@ class ExactCaches:
         trust = EXACT if mirror.complete else ESTIMATED
         if self.trust_of(replica) != trust:
             self.set_trust(replica, trust)
+            for keys, ended_in in self._unsettled.pop(replica, ()) if trust == EXACT else ():
+                self._settle(replica, keys, ended_in)
 
     def apply(self, replica: int, events: Iterable[Event]) -> None:
         """Enter events of a replica, in order."""
@@ -254,25 +261,35 @@ class ExactCaches:
         tokens = np.searchsorted(ends, shares, side="right")
         tokens[-1] = len(token_ids)
         places = np.clip(np.rint(tokens / size).astype(np.int64) - 1, 0, max(0, len(blocks) - 1))
+        ended_in = [blocks[place] for place in places.tolist()] if blocks else []
         by_block: dict[int, list[Run]] = {}
-        first_missing = 0
         last = keys.size - 1
-        for j, place in enumerate(places.tolist() if blocks else ()):
-            block = blocks[place]
+        for j, block in enumerate(ended_in):
             by_block.setdefault(block, []).append(Run(int(keys[j]), int(units[j]), j == last))
-            if first_missing == j and block in mirror.parents:
-                first_missing = j + 1
         for block, runs in by_block.items():
             self.runs.put(block, runs)
-        if self.trust_of(replica) == EXACT and first_missing <= last:
-            self._remove(replica, keys[first_missing:])
+        if self.trust_of(replica) == EXACT:
+            self._settle(replica, keys, ended_in)
+        else:
+            waiting = self._unsettled.setdefault(replica, deque(maxlen=_MOST_UNSETTLED))
+            waiting.append((keys, ended_in))
         return True
+
+    def _settle(self, replica: int, keys: NDArray[np.uint64], ended_in: Sequence[int]) -> None:
+        """Take runs out of the index whose blocks have been evicted already.
+
+        ``ended_in``: the block in which each run of ``keys`` ends; empty: there is no full block.
+        """
+        cached = self.mirrors[replica].parents
+        there = 0
+        while there < len(ended_in) and ended_in[there] in cached:
+            there += 1
+        if there < keys.size:
+            self._remove(replica, keys[there:])
 
     # The prefix index.
 
-    def _enter(
-        self, replica: int, keys: NDArray[np.uint64], units: NDArray[np.int32]
-    ) -> None:
+    def _enter(self, replica: int, keys: NDArray[np.uint64], units: NDArray[np.int32]) -> None:
         c, index = self._cluster, self._cluster.index
         kernels.enter_runs(
             c.replicas, index.entries, index.slots, index.totals, c.beliefs, replica, keys, units,

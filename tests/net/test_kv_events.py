@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from tailrace.net import kv_events
-from tailrace.net.kv_events import AllCleared, Batch, BlocksRemoved, BlocksStored
+from tailrace.net.kv_events import AllCleared, EventBatch, BlocksRemoved, BlocksStored
 
 EVENTS = [
     BlocksStored([b"\1" * 32, b"\2" * 32], b"\0" * 32, list(range(8)), 4, None),
@@ -16,7 +16,7 @@ EVENTS = [
 
 @pytest.mark.parametrize("as_maps", [False, True])
 def test_what_is_written_is_read(as_maps: bool) -> None:
-    batch = Batch(12.5, list(EVENTS), 3)
+    batch = EventBatch(12.5, list(EVENTS), 3)
     assert kv_events.decode(kv_events.encode(batch, as_maps=as_maps)) == batch
 
 
@@ -33,7 +33,7 @@ def test_a_batch_may_be_an_array_of_maps() -> None:
 
 def test_older_servers_leave_out_the_last_fields() -> None:
     batch = kv_events.decode(msgpack.packb([1.0, [["BlockStored", [5], 4, [1, 2], 2, None]]]))
-    assert batch == Batch(1.0, [BlocksStored([5], 4, [1, 2], 2)])
+    assert batch == EventBatch(1.0, [BlocksStored([5], 4, [1, 2], 2)])
     with_adapter = ["BlockStored", [5], 4, [1, 2], 2, 1, "GPU", "poet"]
     batch = kv_events.decode(msgpack.packb([1.0, [with_adapter]]))
     assert batch.events == [BlocksStored([5], 4, [1, 2], 2, [["poet"]])]

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from tailrace.net import kv_events
-from tailrace.net.kv_events import Batch, Event
+from tailrace.net.kv_events import EventBatch, Event
 
 #: Messages kept for replay.
 KEPT = 10_000
@@ -108,7 +108,7 @@ class KvPublisher:
         if self._bytes:
             events = [_with_bytes(event) for event in events]
         at = time.time() + self.clock_skew_s
-        payload = kv_events.encode(Batch(at, events, 0), as_maps=self._as_maps)
+        payload = kv_events.encode(EventBatch(at, events, 0), as_maps=self._as_maps)
         number, self._next = self._next, self._next + 1
         self._kept.append((number, payload))
         if self.drop > 0:

@@ -61,7 +61,7 @@ Event = BlocksStored | BlocksRemoved | AllCleared
 
 
 @dataclass(slots=True)
-class Batch:
+class EventBatch:
     """Events of one moment."""
 
     at: float
@@ -71,7 +71,7 @@ class Batch:
     """Data-parallel rank of the server."""
 
 
-def decode(payload: bytes) -> Batch:
+def decode(payload: bytes) -> EventBatch:
     """Read a payload in either form; raise ValueError if it is none."""
     import msgpack  # of the extra "cluster"
 
@@ -83,12 +83,12 @@ def decode(payload: bytes) -> Batch:
             at, events, *more = data
             rank = more[0] if more else None
         found = [event for given in events if (event := _event(given)) is not None]
-        return Batch(float(at), found, rank)
+        return EventBatch(float(at), found, rank)
     except (KeyError, TypeError, IndexError, ValueError, msgpack.UnpackException) as error:
         raise ValueError(f"no batch of KV events: {error!r}"[:200]) from None
 
 
-def encode(batch: Batch, *, as_maps: bool = False) -> bytes:
+def encode(batch: EventBatch, *, as_maps: bool = False) -> bytes:
     """Write a payload: as arrays, or with ``as_maps`` as newer servers do."""
     import msgpack
 

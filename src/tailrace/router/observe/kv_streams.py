@@ -247,14 +247,14 @@ class KvStreams:
         else:
             self.caches.current(stream.replica)
 
-    def _apply(self, stream: KvStream, number: int, batch: kv_events.Batch) -> None:
+    def _apply(self, stream: KvStream, number: int, batch: kv_events.EventBatch) -> None:
         if number == 0 and not self.caches.mirrors[stream.replica].complete:
             self.caches.restarted(stream.replica)  # the first event of an empty cache
         self.caches.apply(stream.replica, batch.events)
         stream.next_number, stream.last_sent = number + 1, batch.at
         stream.messages += 1
 
-    def _decoded(self, stream: KvStream, payload: bytes) -> kv_events.Batch | None:
+    def _decoded(self, stream: KvStream, payload: bytes) -> kv_events.EventBatch | None:
         try:
             return kv_events.decode(payload)
         except ValueError as error:

@@ -29,7 +29,7 @@ MOST_KNOWN = 65_536
 _INLINE_BYTES = 32_768
 
 
-class PromptTokens(NamedTuple):
+class TokenizedPrompt(NamedTuple):
     """The tokens of one prompt."""
 
     ids: NDArray[np.int64]  #: [t]
@@ -94,10 +94,10 @@ class PromptLearner:
             if len(self._known) > MOST_KNOWN:
                 self._known.popitem(last=False)
 
-    async def _tokens(self, backend: Backend, kind: str, body: bytes) -> PromptTokens:
+    async def _tokens(self, backend: Backend, kind: str, body: bytes) -> TokenizedPrompt:
         inline = len(body) <= _INLINE_BYTES
         question = _question(kind, body) if inline else await _apart(_question, kind, body)
-        if isinstance(question, PromptTokens):
+        if isinstance(question, TokenizedPrompt):
             return question
         headers = {"content-type": "application/json"}
         response = await backend.pool.fetch("POST", "/tokenize", headers, question, TIMEOUT_S)
@@ -115,7 +115,7 @@ async def _apart(function: Any, *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, function, *arguments)
 
 
-def _question(kind: str, body: bytes) -> bytes | PromptTokens:
+def _question(kind: str, body: bytes) -> bytes | TokenizedPrompt:
     """Return the body for ``/tokenize``, or the tokens if the request names them itself."""
     prompt = orjson.loads(body).get("prompt") if kind == "completion" else None
     if type(prompt) is list:
@@ -126,7 +126,7 @@ def _question(kind: str, body: bytes) -> bytes | PromptTokens:
     return orjson.dumps({**orjson.loads(question), "return_token_strs": True})
 
 
-def _read(answer: bytes) -> PromptTokens:
+def _read(answer: bytes) -> TokenizedPrompt:
     """Read the answer of ``/tokenize``."""
     data = orjson.loads(answer)
     ids, texts = np.array(data["tokens"], np.int64), data.get("token_strs")
@@ -136,8 +136,8 @@ def _read(answer: bytes) -> PromptTokens:
         return _equal_parts(ids)
     # In the vocabularies of byte-level tokenizers a character stands for a byte.
     sizes = np.cumsum([len(text) for text in texts], dtype=np.float64)
-    return PromptTokens(ids, sizes / max(1.0, float(sizes[-1])))
+    return TokenizedPrompt(ids, sizes / max(1.0, float(sizes[-1])))
 
 
-def _equal_parts(ids: NDArray[np.int64]) -> PromptTokens:
-    return PromptTokens(ids, np.arange(1, ids.size + 1) / max(1, ids.size))
+def _equal_parts(ids: NDArray[np.int64]) -> TokenizedPrompt:
+    return TokenizedPrompt(ids, np.arange(1, ids.size + 1) / max(1, ids.size))

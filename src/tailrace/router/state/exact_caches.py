@@ -59,7 +59,7 @@ def chain(
     return hashes
 
 
-class Run(NamedTuple):
+class TextRun(NamedTuple):
     """A run of text that ends in a block of tokens."""
 
     key: int
@@ -73,12 +73,12 @@ class BlockRuns:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._runs: OrderedDict[int, list[Run]] = OrderedDict()
+        self._runs: OrderedDict[int, list[TextRun]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def put(self, block: int, runs: list[Run]) -> None:
+    def put(self, block: int, runs: list[TextRun]) -> None:
         """Learn the runs that end in a block; what was known of it before stays."""
         known = self._runs.setdefault(block, [])
         keys = {run.key for run in known}
@@ -87,7 +87,7 @@ class BlockRuns:
         if len(self._runs) > self._most:
             self._runs.popitem(last=False)
 
-    def of(self, block: int) -> Sequence[Run]:
+    def of(self, block: int) -> Sequence[TextRun]:
         """Return the runs that end in a block."""
         return self._runs.get(block, ())
 
@@ -221,7 +221,7 @@ class ExactCaches:
                     if found:
                         self._enter(replica, *_arrays(found))
                 case BlocksRemoved():
-                    gone: list[Run] = []
+                    gone: list[TextRun] = []
                     for block, parent in mirror.remove(event):
                         gone += runs_of(block)
                         for run in runs_of(parent):
@@ -262,10 +262,10 @@ class ExactCaches:
         tokens[-1] = len(token_ids)
         places = np.clip(np.rint(tokens / size).astype(np.int64) - 1, 0, max(0, len(blocks) - 1))
         ended_in = [blocks[place] for place in places.tolist()] if blocks else []
-        by_block: dict[int, list[Run]] = {}
+        by_block: dict[int, list[TextRun]] = {}
         last = keys.size - 1
         for j, block in enumerate(ended_in):
-            by_block.setdefault(block, []).append(Run(int(keys[j]), int(units[j]), j == last))
+            by_block.setdefault(block, []).append(TextRun(int(keys[j]), int(units[j]), j == last))
         for block, runs in by_block.items():
             self.runs.put(block, runs)
         if self.trust_of(replica) == EXACT:
@@ -307,6 +307,6 @@ class ExactCaches:
         )
 
 
-def _arrays(runs: Sequence[Run]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
+def _arrays(runs: Sequence[TextRun]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:
     keys = np.array([run.key for run in runs], np.uint64)
     return keys, np.array([run.units for run in runs], np.int32)

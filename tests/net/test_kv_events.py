@@ -4,7 +4,7 @@ import msgpack
 import pytest
 
 from tailrace.net import kv_events
-from tailrace.net.kv_events import AllCleared, EventBatch, BlocksRemoved, BlocksStored
+from tailrace.net.kv_events import AllCleared, BlocksRemoved, BlocksStored, EventBatch
 
 EVENTS = [
     BlocksStored([b"\1" * 32, b"\2" * 32], b"\0" * 32, list(range(8)), 4, None),

@@ -9,7 +9,7 @@ import zmq
 import zmq.asyncio
 
 from tailrace.net import kv_events
-from tailrace.net.kv_events import EventBatch, Event
+from tailrace.net.kv_events import Event, EventBatch
 
 #: Messages kept for replay.
 KEPT = 10_000

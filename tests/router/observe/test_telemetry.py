@@ -168,7 +168,7 @@ def test_decisions_fallbacks_shadow_and_canary():
 def test_the_state_of_the_router_is_exported(observed):
     observed.set(
         0, in_flight=7, queued=3, running=4, waiting=2, kv_used=0.5, metrics_age_s=4.0,
-        cached_tokens=2000,
+        cached_tokens=2000, caches="exact", event_lag_s=0.25, event_gaps=3, event_gaps_lost=1,
     )  # fmt: skip
     observed.set(1, scrape_failures=5)
     observed.breaks(1)
@@ -177,9 +177,13 @@ def test_the_state_of_the_router_is_exported(observed):
     for name, value in {
         "in_flight": 7, "queued": 3, "available": 1, "server_running": 4, "server_waiting": 2,
         "server_kv_used": 0.5, "metrics_age_seconds": 4.0, "index_tokens": 2000,
+        "event_lag_seconds": 0.25, "event_gaps_total": 3, "event_gaps_lost_total": 1,
     }.items():  # fmt: skip
         assert found[f"tailrace_replica_{name}", ("a",)] == value, name
     assert found["tailrace_replica_available", ("b",)] == 0
+    assert found["tailrace_replica_caches", ("a", "exact")] == 1
+    assert found["tailrace_replica_caches", ("a", "stale")] == 0
+    assert found["tailrace_replica_caches", ("b", "estimated")] == 1
     assert found["tailrace_replica_breaker", ("b", "open")] == 1
     assert found["tailrace_replica_breaker", ("b", "closed")] == 0
     assert found["tailrace_replica_breaker_opened_total", ("b",)] == 1
@@ -336,7 +340,9 @@ def exported_names():
     observed.telemetry.retried(0, "connect")
     observed.telemetry.shed("queue")
     known = ServerSpeed("learned", 0.01, 5e3, uncertainty=0.1, error=0.1, unexplained=False)
-    observed.set(0, running=1, waiting=1, kv_used=0.1, metrics_age_s=0.0, known=known)
+    observed.set(
+        0, running=1, waiting=1, kv_used=0.1, metrics_age_s=0.0, known=known, event_lag_s=0.0
+    )
     return {name for name, _ in samples(observed)}
 
 

@@ -90,8 +90,8 @@ class EpisodicClusters(ABC):
         self.alarms = out.terms[:, cost_accounts.OVER_LIMIT].astype(np.int64)
         if settings.warns and self.alarms.any():
             warnings.warn(
-                f"{self.alarms.sum()} requests took longer than latency_limit_s = "
-                f"{settings.latency_limit_s:g}",
+                f"requests that took longer than latency_limit_s = {settings.latency_limit_s:g}: "
+                f"{self.alarms.sum()}",
                 LatencyLimitWarning,
                 stacklevel=4,
             )

@@ -36,7 +36,14 @@ _BOUND = _instead(
     "reward.bound upwards and reward.bound_low downwards (8 and 4 for [+8, -4]), with "
     "reward.hard_bound to cut instead of bend; there is none unless it is set"
 )
+_ABSOLUTE = _instead(
+    "reward.e2e, reward.ttft, reward.late and reward.e2e_late, the weights of the latencies"
+)
 _DERIVED = _instead("nothing: sizes follow from the features and the cluster")
+_QUEUE = _instead(
+    "nothing: a replica's queue is shown by its length, tokens and waiting times, whatever its size "
+    "(`tailrace features`)"
+)
 _VALUE = _alias("ppo.value_weight")
 _PER_DECISION = "needs ppo.discount_by = 'decision'; the default is a half-life in seconds"
 
@@ -96,10 +103,10 @@ OTHER_NAMES: dict[str, OtherName] = {
     "throughput_target": _instead(
         "nothing: it follows the measured arrival rate; reward.throughput weights what is missing"
     ),
-    "absolute_weight": _instead(
-        "reward.e2e, reward.ttft, reward.late and reward.e2e_late, the weights of the latencies"
-    ),
+    "absolute_weight": _ABSOLUTE,
+    "w_abs": _ABSOLUTE,
     "delta_weight": _alias("reward.improvement"),
+    "w_delta": _alias("reward.improvement"),
     "alpha": _instead("reward.throughput against reward.e2e and reward.ttft"),
     "kappa": _alias("reward.e2e_soft_late", note="weight of the logistic penalty"),
     "sigma": _instead("reward.soft_scale, as a multiple of the target: 2 s of 6 s are 0.33"),
@@ -117,10 +124,8 @@ OTHER_NAMES: dict[str, OtherName] = {
     "num_layers": _instead("network.memory: units of one GRU layer; 0 is none"),
     "state_dim": _DERIVED,
     "action_dim": _DERIVED,
-    "max_queue_requests_per_replica": _instead(
-        "nothing: a replica's queue is shown by its length, tokens and waiting times, whatever its "
-        "size (`tailrace features`)"
-    ),
+    "max_queue_requests_per_replica": _QUEUE,
+    "max_queue_requests": _QUEUE,
     # the world
     "num_replicas": _instead("cluster.replicas.0.count of the scenario"),
     "qps": _instead("workload.rate of the scenario"),

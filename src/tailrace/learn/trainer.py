@@ -231,8 +231,8 @@ class Trainer:
         alarms = float(round(share * metrics["samples"]))
         if alarms and limit.warns:
             self.watcher.note(
-                f"update {number + 1}: {alarms:.0f} requests took longer than "
-                f"{limit.latency_limit_s:g} s"
+                f"update {number + 1}: requests that took longer than {limit.latency_limit_s:g} s: "
+                f"{alarms:.0f}"
             )
         return {"alarms": alarms}
 

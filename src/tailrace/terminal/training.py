@@ -135,7 +135,7 @@ def marks(metrics: Mapping[str, Any]) -> str:
     """Return what is unusual about a step, each part after a comma."""
     found = [text for name, text in MARKS if metrics.get(name)]
     if alarms := metrics.get("alarms"):
-        found.append(f"{alarms:.0f} alarms")
+        found.append(f"alarms: {alarms:.0f}")
     return "".join(f", {text}" for text in found)
 
 

@@ -42,6 +42,15 @@ def test_without_vidur_the_command_says_how_to_get_it(monkeypatch, tmp_path, arg
     assert not list(tmp_path.iterdir())
 
 
+def test_without_vidur_the_environment_says_how_to_get_it(monkeypatch):
+    gymnasium = pytest.importorskip("gymnasium")
+    import tailrace.env  # noqa: F401
+
+    monkeypatch.setattr(vidur, "find_spec", lambda _: None)
+    with pytest.raises(TailraceError, match=r"not installed: pip install 'tailrace\[vidur\]'"):
+        gymnasium.make("tailrace/VidurRouter-v0")
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [

@@ -23,6 +23,14 @@ def require() -> None:
     interface.check()
 
 
+def environment(**options: Any) -> Any:
+    """Return real Vidur as a Gymnasium environment (env.py); it is what the registered name makes."""
+    require()
+    from tailrace.integrations.vidur.env import VidurRouterEnv
+
+    return VidurRouterEnv(**options)
+
+
 def register() -> Any:
     """Make Tailrace's global scheduler and its cost formula known to Vidur; may be repeated.
 

@@ -41,8 +41,8 @@ _ABSOLUTE = _instead(
 )
 _DERIVED = _instead("nothing: sizes follow from the features and the cluster")
 _QUEUE = _instead(
-    "nothing: a replica's queue is shown by its length, tokens and waiting times, whatever its size "
-    "(`tailrace features`)"
+    "nothing: a replica's queue is shown by its length, tokens and waiting times, whatever its "
+    "size (`tailrace features`)"
 )
 _VALUE = _alias("ppo.value_weight")
 _PER_DECISION = "needs ppo.discount_by = 'decision'; the default is a half-life in seconds"

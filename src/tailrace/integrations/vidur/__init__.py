@@ -24,7 +24,7 @@ def require() -> None:
 
 
 def environment(**options: Any) -> Any:
-    """Return real Vidur as a Gymnasium environment (env.py); it is what the registered name makes."""
+    """Make ``tailrace/VidurRouter-v0``, or say how to install Vidur."""
     require()
     from tailrace.integrations.vidur.env import VidurRouterEnv
 

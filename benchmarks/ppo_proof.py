@@ -70,6 +70,9 @@ FEW_LABELS: dict[str, Any] = {
     "demonstrations": {"worlds": 4, "decisions": 300},
     "ppo": {"learning_rate": 5e-4},
 }
+#: A clone between the two, for branches: enough labels to be sound, too few to be as good as its
+#: teacher.
+SOME_LABELS: dict[str, Any] = {"updates": 6, "demonstrations": {"worlds": 8, "decisions": 500}}
 #: What a cache is good for shows when a session returns, some ten seconds later.
 LONG_BRANCHES: dict[str, Any] = {
     "updates": 8,
@@ -101,12 +104,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "lookahead branching": (
         "ppo", merged(BRANCHING, LOOKAHEAD, LONG_BRANCHES), LOOKAHEAD_SCENARIOS
     ),
+    "modest lookahead": (
+        "ppo", merged(BRANCHING, LOOKAHEAD, LONG_BRANCHES, SOME_LABELS), LOOKAHEAD_SCENARIOS
+    ),
     "scratch": ("ppo-scratch", {}, ("uniform-chat-80", "mixed-speed")),
 }  # fmt: skip
 #: Whose clone a variant starts from, judged once. The rest of ``ppo`` does not change its clone.
 CLONE_OF = {
     **dict.fromkeys(("ppo", "gae", "branching", "original reward", "original reward gae"), "ppo"),
-    **{name: name for name in ("small lookahead", "lookahead branching")},
+    **{name: name for name in ("small lookahead", "modest lookahead", "lookahead branching")},
 }
 #: Scenarios of the preset quick, whose clone is the look-ahead's.
 QUICK = ("uniform-chat-80", "mixed-speed", "hot-sessions", "hot-sessions-mixed-speed",
@@ -325,7 +331,9 @@ def onto(earlier: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
             if before is not None and before["evaluation_seeds"] == place["evaluation_seeds"]:
                 place["policies"] = before["policies"] | place["policies"]
             kept[name] = place
-    for part in ("curves", "cpu", "pairs", "headroom"):
+    for variant, curves in told["curves"].items():
+        earlier["curves"][variant] = earlier["curves"].get(variant, {}) | curves
+    for part in ("cpu", "pairs", "headroom"):
         earlier[part] |= told[part]
     return earlier | {name: told[name] for name in ("judged_on", "notes", "requests")}
 

@@ -26,7 +26,7 @@ _ENTRY_POINTS: dict[str, tuple[str, str | None]] = {
     ENV_ID: (_SINGLE, _VECTOR),
     VECTOR_ENV_ID: (_SINGLE, _VECTOR),
     # A name, not an import: it is resolved when somebody makes the environment.
-    VIDUR_ENV_ID: ("tailrace.integrations.vidur:environment", None),
+    VIDUR_ENV_ID: ("tailrace.integrations.vidur.registered:make", None),
 }
 
 for _name, (_entry_point, _vector_entry_point) in _ENTRY_POINTS.items():

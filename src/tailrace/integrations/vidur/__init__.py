@@ -23,14 +23,6 @@ def require() -> None:
     interface.check()
 
 
-def environment(**options: Any) -> Any:
-    """Make ``tailrace/VidurRouter-v0``, or say how to install Vidur."""
-    require()
-    from tailrace.integrations.vidur.env import VidurRouterEnv
-
-    return VidurRouterEnv(**options)
-
-
 def register() -> Any:
     """Make Tailrace's global scheduler and its cost formula known to Vidur; may be repeated.
 

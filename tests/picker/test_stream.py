@@ -1,6 +1,8 @@
 """The protocol, message by message, against a real gRPC client."""
 
 import asyncio
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -10,6 +12,8 @@ import pytest
 
 from picker.pickers import CHAT, is_idle, picking
 from router.conftest import run
+from tailrace.net import http2
+from tailrace.picker import messages
 from tailrace.picker.app import Picker, endpoint_of
 from tailrace.picker.messages import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED
 from tailrace.picker.proxy_client import ProxyStream, endpoints_of
@@ -381,3 +385,95 @@ def test_names_and_paths_are_no_endpoints() -> None:
     for url in ("http://localhost:8000", "http://10.0.0.1:8000/base"):
         with pytest.raises(Exception, match="backend"):
             endpoint_of(BackendSettings(url=url))
+
+
+async def raw_stream(picker: Picker) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection with one stream for the picker, begun byte by byte."""
+    reader, writer = await asyncio.open_connection(*picker.listen_at)
+    block = b"\x83\x86" + b"\x04" + bytes([len(messages.METHOD)]) + messages.METHOD
+    writer.write(http2.PREFACE + frame(http2.SETTINGS, 0, 0))
+    writer.write(frame(http2.HEADERS, http2.END_HEADERS, 1, block))
+    return reader, writer
+
+
+def frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
+    head = len(payload).to_bytes(3, "big") + bytes([kind, flags]) + number.to_bytes(4, "big")
+    return head + payload
+
+
+def test_a_message_that_never_ends_counts_and_is_refused() -> None:
+    """Bytes of incomplete messages are in the budget of all bodies, and have a time limit."""
+
+    async def scenario() -> None:
+        limits = {"bodies_bytes": 100_000, "body_s": 500}
+        async with picking(limits=limits) as (picker, _, _):
+            opened = []
+            for _ in range(3):
+                reader, writer = await raw_stream(picker)
+                opened.append((reader, writer))
+                writer.write(frame(http2.DATA, 0, 1, b"\0\0\1\0\0" + bytes(40_000)))
+                if len(opened) < 3:
+                    size = 40_005 * len(opened)
+                    await until(lambda size=size: picker.held.used == size)
+            # There is no room for the third, and what it held is free.
+            told = b""
+            while b"too many request bodies" not in told:
+                told += await opened[2][0].read(1000)
+            assert picker.held.used == 2 * 40_005
+            picker.intake.sweep(picker.clock() + 501)
+            assert is_idle(picker)
+            for _, writer in opened:
+                writer.close()
+
+    run(scenario(), factory=asyncio.new_event_loop)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_bodies_that_are_too_long_too_late_or_too_many() -> None:
+    async def scenario() -> None:
+        limits = {"body_bytes": 2000, "bodies_bytes": 3000, "body_s": 500}
+        async with picking(limits=limits) as (picker, channel, _):
+            long = ProxyStream(channel)
+            await long.headers()
+            await long.body(bytes(1500), end=False)
+            await long.body(bytes(600), end=False)
+            assert (await long.read()).immediate_response.status.code == 413
+            many = [ProxyStream(channel) for _ in range(2)]
+            for number, stream in enumerate(many):
+                await stream.headers()
+                await stream.body(bytes(1600 + number * 100), end=False)
+            # The largest that is not complete has to go.
+            assert (await many[1].read()).immediate_response.status.code == 503
+            await until(lambda: picker.held.used == 1600)
+            picker.intake.sweep(picker.clock() + 501)
+            assert (await many[0].read()).immediate_response.status.code == 408
+            await until(lambda: is_idle(picker))
+            good = ProxyStream(channel)
+            assert await good.pick(CHAT)
+            good.call.cancel()
+            await until(lambda: is_idle(picker))
+
+    run(scenario(), factory=asyncio.new_event_loop)
+
+
+@pytest.mark.parametrize("size", [0, 3, 9, 20])
+def test_a_proxy_that_stops_inside_a_frame_is_closed(size: int) -> None:
+    async def scenario() -> None:
+        async with picking(limits={"body_s": 500}) as (picker, _, _):
+            reader, writer = await raw_stream(picker)
+            writer.write(frame(http2.DATA, 0, 1, bytes(50))[:size] if size else b"")
+            await until(lambda: len(picker.intake.active) == 1)
+            await asyncio.sleep(0.05)
+            picker.sweep(picker.clock() + 501)
+            assert is_idle(picker)
+            if size:
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                await until(lambda: not picker.connections)
+            writer.close()
+
+    run(scenario(), factory=asyncio.new_event_loop)

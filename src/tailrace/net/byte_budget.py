@@ -41,6 +41,11 @@ class ByteBudget:
             self.most = self.used
         return self.used <= limit or self._make_room(holder, limit)
 
+    def release(self, holder: Holder, size: int = 0) -> None:
+        """Let a holder hold only ``size`` bytes from now on, no more than before."""
+        self.used += size - holder.held
+        holder.held = size
+
     def freed(self, least: int) -> bool:
         """Whether usage has dropped by ``least`` bytes from its peak since it was last True.
 

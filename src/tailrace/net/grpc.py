@@ -49,6 +49,9 @@ class MessageHandler(Protocol):
     def message(self, data: bytes) -> None:
         """The client has sent a message."""
 
+    def incomplete(self, size: int) -> bool:
+        """The client has sent ``size`` bytes of its next message; False: they cannot be held."""
+
     def half_closed(self) -> None:
         """The client sends no more messages."""
 
@@ -80,6 +83,7 @@ class GrpcCall:
         self._parts.append(data)
         self._size += len(data)
         if self._size < self._need:
+            self._hold()
             return
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         at, size = 0, len(data)
@@ -87,10 +91,10 @@ class GrpcCall:
         while size - at >= 5:
             length = int.from_bytes(data[at + 1 : at + 5], "big")
             if data[at]:
-                self.end(UNIMPLEMENTED, "compressed messages are not supported")
+                self._fail(UNIMPLEMENTED, "compressed messages are not supported")
                 return
             if length > self._longest:
-                self.end(RESOURCE_EXHAUSTED, f"a message is longer than {self._longest} bytes")
+                self._fail(RESOURCE_EXHAUSTED, f"a message is longer than {self._longest} bytes")
                 return
             need = 5 + length
             if size - at < need:
@@ -105,6 +109,20 @@ class GrpcCall:
         self._need = need
         self._parts = [data[at:]] if at < size else []
         self._size = size - at
+        if self._size:
+            self._hold()
+
+    def _hold(self) -> None:
+        """Count what is held of a message that is not complete."""
+        if self.handler is not None and not self.handler.incomplete(self._size):
+            self._fail(RESOURCE_EXHAUSTED, "too many request bodies at once")
+
+    def _fail(self, status: int, why: str) -> None:
+        """End the call because of what the client has sent; the handler frees what it holds."""
+        handler = self.handler
+        self.end(status, why)
+        if handler is not None:
+            handler.gone()
 
     def half_closed(self) -> None:
         """Pass it on."""

@@ -80,8 +80,8 @@ class ConnectionOwner(Protocol):
 class Http2Stream:
     """One stream of a connection."""
 
-    __slots__ = ("_connection", "_credit", "_waiting", "handler", "is_ended", "number", "waiting",
-                 "window")  # fmt: skip
+    __slots__ = ("_connection", "_credit", "_waiting", "handler", "is_ended", "is_half_closed",
+                 "number", "waiting", "window")  # fmt: skip
 
     def __init__(self, connection: "Http2Connection", number: int, window: int) -> None:
         self.number = number
@@ -90,6 +90,8 @@ class Http2Stream:
         """Bytes the peer accepts on this stream now; may be negative."""
         self.is_ended = False
         """Whether we have ended it, or it is gone."""
+        self.is_half_closed = False
+        """Whether the peer has ended its side."""
         self.waiting = 0
         """Bytes of output that wait for room in a window."""
         self._waiting: deque[tuple[int, int, bytes]] = deque()  # type, flags, payload
@@ -194,16 +196,21 @@ class Http2Connection(asyncio.Protocol):
         header_bytes: int = 32_768,
         start_s: float = 10.0,
         stall_s: float = 60.0,
+        frame_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``streams``: most at once; ``start_s``: for the preface; ``stall_s``: to read output."""
+        """``streams``: most at once; ``start_s``: for the preface; ``stall_s``: to read output.
+
+        ``frame_s``: to complete a frame, or a header block, that has begun.
+        """
         self._owner = owner
         self._most_streams = streams
         self._header_bytes = header_bytes
-        self._start_s, self._stall_s = start_s, stall_s
+        self._start_s, self._stall_s, self._frame_s = start_s, stall_s, frame_s
         self._clock = clock
         self._since = clock()
         self._stalled_at: float | None = None
+        self._partial_at: float | None = None  # since when a frame or header block is incomplete
         self._transport: asyncio.Transport | None = None
         self._rest = b""
         self._started = False
@@ -280,6 +287,10 @@ class Http2Connection(asyncio.Protocol):
         finally:
             self._in_turn = False
             self._flush()
+        if not self._rest and not self._block_of:
+            self._partial_at = None
+        elif self._partial_at is None:
+            self._partial_at = self._clock()
 
     def _read(self, data: bytes) -> None:
         at, size = 0, len(data)
@@ -304,6 +315,8 @@ class Http2Connection(asyncio.Protocol):
             if self._closing:
                 return
             at = end
+            if not self._block_of:
+                self._partial_at = None
         self._rest = data[at:] if at < size else b""
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
@@ -355,6 +368,8 @@ class Http2Connection(asyncio.Protocol):
         stream.received(size)
         if stream.overrun:
             raise _BrokenError(FLOW_CONTROL_ERROR, "more data than there is room for")
+        if stream.is_half_closed:
+            raise _BrokenError(STREAM_CLOSED, "DATA after the end of a stream")
         if flags & PADDED:
             payload = _unpadded(payload)
         handler = stream.handler
@@ -363,6 +378,7 @@ class Http2Connection(asyncio.Protocol):
         if payload:
             handler.data(payload)
         if flags & END_STREAM and not stream.is_ended:
+            stream.is_half_closed = True
             handler.half_closed()
 
     def _headers(self, flags: int, number: int, payload: bytes) -> None:
@@ -392,10 +408,11 @@ class Http2Connection(asyncio.Protocol):
         stream = self.streams.get(number)
         if stream is None:
             self._begin(number, headers)
-        elif not self._block_ends:
+        elif not self._block_ends or stream.is_half_closed:
             raise _BrokenError(PROTOCOL_ERROR, "a second header block does not end its stream")
         stream = self.streams.get(number)
         if self._block_ends and stream is not None and stream.handler is not None:
+            stream.is_half_closed = True
             stream.handler.half_closed()
 
     def _decode(self, block: bytes) -> Headers:
@@ -446,7 +463,7 @@ class Http2Connection(asyncio.Protocol):
             return
         stream.window += more
         if not more or stream.window > _MAX_WINDOW:
-            stream.reset(FLOW_CONTROL_ERROR)
+            self.write(RST_STREAM, 0, number, FLOW_CONTROL_ERROR.to_bytes(4, "big"))
             self._lose(stream)
         elif number in self.blocked and stream.drain():
             self.blocked.pop(number, None)
@@ -529,6 +546,7 @@ class Http2Connection(asyncio.Protocol):
         self.write(GOAWAY, 0, 0, payload)
         self._flush()
         self._closing = True
+        self._stalled_at = self._clock()  # the peer may not read this
         for stream in tuple(self.streams.values()):
             self._lose(stream)
         if self._transport is not None:
@@ -553,7 +571,8 @@ class Http2Connection(asyncio.Protocol):
         """Enforce time limits at ``now`` (s)."""
         late = not self._started and now - self._since > self._start_s
         stalled = self._stalled_at is not None and now - self._stalled_at > self._stall_s
-        if late or stalled:
+        stuck = self._partial_at is not None and now - self._partial_at > self._frame_s
+        if late or stalled or stuck:
             self.abort()
         elif self._most_streams == 0 and not self.streams and self._transport is not None:
             self._transport.close()

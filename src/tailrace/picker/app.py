@@ -106,7 +106,8 @@ class Picker(RouterCore):
         def connection() -> Http2Connection:
             return Http2Connection(
                 self, streams=limits.connections, header_bytes=limits.header_bytes,
-                start_s=limits.header_s, stall_s=limits.client_stall_s, clock=self.clock,
+                start_s=limits.header_s, stall_s=limits.client_stall_s, frame_s=limits.body_s,
+                clock=self.clock,
             )  # fmt: skip
 
         return await listening.serve(
@@ -127,10 +128,12 @@ class Picker(RouterCore):
         """Begin with a call of the proxy."""
         path = next((value for name, value in headers if name == b":path"), b"")
         limits = self.settings.limits
-        call = GrpcCall(stream, limits.body_bytes + limits.header_bytes)
         if path == messages.METHOD:
+            call = GrpcCall(stream, limits.body_bytes + limits.header_bytes)
             call.handler = PickStream(self, call)
-        elif path in (health.CHECK, health.WATCH):
+            return call
+        call = GrpcCall(stream, health.MAX_MESSAGE)
+        if path in (health.CHECK, health.WATCH):
             call.handler = self.health.begin(call, path)
         else:
             call.end(UNIMPLEMENTED, "there is no such method")

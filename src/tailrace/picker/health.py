@@ -12,6 +12,8 @@ _SERVING, _NOT_SERVING, _UNKNOWN = 1, 2, 3
 #: Field 1 of both messages: the service's name, and its state.
 _NAME_TAG, _STATE_TAG = 0x0A, 0x08
 _LONGEST_NAME = 127
+#: Largest message that is accepted, in bytes.
+MAX_MESSAGE = 1024
 
 
 class HealthService:
@@ -80,6 +82,10 @@ class HealthCall:
     def tell(self, state: int) -> None:
         """Send a state."""
         self._call.write(bytes((_STATE_TAG, state)))
+
+    def incomplete(self, size: int) -> bool:
+        """Messages are short."""
+        return size <= MAX_MESSAGE
 
     def half_closed(self) -> None:
         """A client sends one message only."""

@@ -78,9 +78,9 @@ class PickStream:
     """Handles the messages of a stream (``grpc.MessageHandler``)."""
 
     __slots__ = ("__weakref__", "_call", "_client", "_complete", "_has_trailers", "_head",
-                 "_hidden", "_ineligible", "_kind", "_mode", "_parts", "_pick", "_picker", "_read",
-                 "_renamed", "_response_mode", "_seen", "_since", "_size", "_status", "_taken",
-                 "body", "held")  # fmt: skip
+                 "_hidden", "_ineligible", "_kind", "_mode", "_partial", "_parts", "_pick",
+                 "_picker", "_read", "_renamed", "_response_mode", "_seen", "_since", "_size",
+                 "_status", "_taken", "body", "held")  # fmt: skip
 
     def __init__(self, picker: PickerState, call: GrpcCall) -> None:
         self._picker = picker
@@ -93,6 +93,7 @@ class PickStream:
         self._has_trailers = False
         self._renamed = False  # its model
         self._parts: list[bytes] = []
+        self._partial = False  # the next message has begun
         self._size = 0
         self._client: Client | None = None
         self._taken = False  # a place of the client's account
@@ -105,11 +106,32 @@ class PickStream:
         self.body = b""
         self.held = 0
         """Bytes of the body that count in the budget of all requests."""
+        picker.intake.active.add(self)  # its time limits count from the beginning
 
     # Messages.
 
+    def incomplete(self, size: int) -> bool:
+        """Count ``size`` bytes of a message that is not complete; too many: refuse the request."""
+        held = self._picker.held
+        self._partial = True
+        if not self._complete:
+            held.receiving.add(self)
+        if not held.hold(self, self._body_bytes + size, self._picker.settings.limits.bodies_bytes):
+            if self._complete:
+                return False
+            self._refuse(RefusedRequest(503, "too many request bodies at once"))
+        return True
+
+    @property
+    def _body_bytes(self) -> int:
+        """Bytes of the request's body that are held."""
+        return self._size if self._parts else len(self.body)
+
     def message(self, data: bytes) -> None:
         """Handle a message of the proxy; a bug of ours ends this stream only."""
+        if self._partial:
+            self._partial = False
+            self._picker.held.release(self, self._body_bytes)
         request = messages.read(data)
         kind = request.WhichOneof("request") if request is not None else None
         if request is None or kind is None:
@@ -171,7 +193,6 @@ class PickStream:
         picker = self._picker
         self._seen = True
         self._since = picker.now
-        picker.intake.active.add(self)
         if request.HasField("protocol_config"):
             self._mode = request.protocol_config.request_body_mode
             self._response_mode = request.protocol_config.response_body_mode
@@ -368,8 +389,7 @@ class PickStream:
         self.body, self._parts = b"", []
         held = self._picker.held
         held.receiving.discard(self)
-        if self.held:
-            held.hold(self, 0, 0)
+        held.release(self)
 
     def evict(self) -> None:
         """There is no room for all bodies: refuse this one, which is the largest unfinished one."""

@@ -1,11 +1,15 @@
 """KV events are read in every form that servers publish."""
 
+import json
+from pathlib import Path
+
 import msgpack
 import pytest
 
 from tailrace.net import kv_events
 from tailrace.net.kv_events import AllCleared, BlocksRemoved, BlocksStored, EventBatch
 
+DATA = Path(__file__).parents[1] / "data"
 EVENTS = [
     BlocksStored([b"\1" * 32, b"\2" * 32], b"\0" * 32, list(range(8)), 4, None),
     BlocksStored([7], None, [1, 2, 3, 4], 4, [["salt"]]),
@@ -29,6 +33,18 @@ def test_a_batch_may_be_an_array_of_maps() -> None:
     }  # fmt: skip
     batch = kv_events.decode(msgpack.packb([1.0, [stored], 0]))
     assert batch.events == [BlocksStored([5], None, [1, 2], 2, [None])]
+
+
+def test_what_a_real_server_has_published() -> None:
+    """Recorded from vLLM 0.32 on a CPU."""
+    recorded = json.loads((DATA / "kv_events_vllm.json").read_text())
+    batches = [kv_events.decode(bytes.fromhex(payload)) for payload in recorded["payloads"]]
+    events = [event for batch in batches for event in batch.events]
+    kinds = {type(event) for event in events}
+    assert kinds >= {BlocksStored, BlocksRemoved}
+    stored = [event for event in events if isinstance(event, BlocksStored)]
+    assert {event.block_size for event in stored} == {32}
+    assert all(batch.at > 1.7e9 and batch.rank == 0 for batch in batches)
 
 
 def test_older_servers_leave_out_the_last_fields() -> None:

@@ -216,6 +216,9 @@ def test_lag_is_what_goes_beyond_the_least_delay() -> None:
         lag.observe(3.0 + k, 113.0 + k)
     assert lag.seconds == 0.0
     assert lag.offset_s == 110.0
+    for k in range(70):  # a minute of a slow stream is enough as well
+        lag.observe(4000.0 + k, 4200.0 + k)
+    assert lag.offset_s == 200.0
 
 
 def test_late_events_make_the_caches_stale() -> None:

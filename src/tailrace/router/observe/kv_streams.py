@@ -28,8 +28,8 @@ SLICE_S = 0.002
 HIGH_WATER = 10_000
 #: How often a silent peer is checked for, and when it counts as gone, ms.
 _HEARTBEAT_MS, _GONE_MS = 1000, 3000
-#: Messages over which the least delay is taken, see :class:`Lag`.
-_LAG_WINDOW = 1024
+#: Messages, and seconds, over which the least delay is taken, see :class:`Lag`.
+_LAG_WINDOW, _LAG_WINDOW_S = 1024, 30.0
 
 _log = logging.getLogger("tailrace.router")
 
@@ -49,6 +49,7 @@ class Lag:
     """The least difference; None: no message has come."""
     _next_s: float = float("inf")
     _count: int = 0
+    _ends: float = float("inf")
 
     def observe(self, sent: float, received: float) -> None:
         """A message that was sent at ``sent`` has come at ``received``, Unix times in s."""
@@ -56,8 +57,11 @@ class Lag:
         self._next_s = min(self._next_s, difference)
         if self.offset_s is None or difference < self.offset_s:
             self.offset_s = difference
+        if self._count == 0:
+            self._ends = received + _LAG_WINDOW_S
         self._count += 1
-        if self._count >= _LAG_WINDOW:  # clocks drift: forget what is older than two windows
+        if self._count >= _LAG_WINDOW or received >= self._ends:
+            # Clocks drift and are set: forget what is older than two windows.
             self.offset_s, self._next_s, self._count = self._next_s, float("inf"), 0
         self.seconds = max(0.0, difference - self.offset_s)
 

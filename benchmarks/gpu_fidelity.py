@@ -4,7 +4,8 @@ FOLDER holds recordings of real servers, one folder each: ``requests.jsonl`` wit
 request, ``meta.json`` with the engine's settings, and perhaps ``summary.txt`` with the errors of
 LLMServingSim 2 on the same run. For each, ``tailrace calibrate`` learns the server from the times
 of the first half of the requests. Then the whole run is simulated with what it found and judged on
-the second half, whose times it has not seen. The other way round is printed as a cross-check.
+the second half, whose times it has not seen. The other way round, and from the middle half to the
+first and last quarter, are printed as cross-checks.
 Exits with 1 if a mean or P90 is off by more than the limit. The report holds errors, no data.
 """
 
@@ -107,7 +108,8 @@ def _has_meta(folder: Path) -> bool:
 def measure(folder: Path) -> dict[str, Any]:
     """Judge one recording both ways."""
     recording = recorded.read(folder)
-    half = np.arange(len(recording.table)) < len(recording.table) // 2
+    place = np.arange(len(recording.table)) / len(recording.table)
+    half = place < 0.5
     forward = judge(recording, half)
     limit = EXPERTS_LIMIT if is_mixture(folder) else MEAN_LIMIT
     errors = forward["errors"]
@@ -123,6 +125,7 @@ def measure(folder: Path) -> dict[str, Any]:
         "within_limits": within,
         "first_half_predicts_second": forward,
         "second_half_predicts_first": judge(recording, ~half),
+        "middle_half_predicts_rest": judge(recording, (place >= 0.25) & (place < 0.75)),
         "llmservingsim": peer_errors(folder / "summary.txt"),
     }
 
@@ -139,6 +142,7 @@ def show(result: dict[str, Any]) -> None:
     rows = [
         ("second half, from the first", result["first_half_predicts_second"]["errors"]),
         ("first half, from the second", result["second_half_predicts_first"]["errors"]),
+        ("both ends, from the middle half", result["middle_half_predicts_rest"]["errors"]),
         ("LLMServingSim 2, whole run", result["llmservingsim"]),
     ]
     for label, errors in rows:

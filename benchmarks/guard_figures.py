@@ -12,6 +12,7 @@ measured, so that the same command goes on where it was interrupted.
 """
 
 import argparse
+import hashlib
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,12 @@ from numpy.typing import NDArray
 
 import tailrace as tr
 from tailrace.config import Scenario
-from tailrace.evaluate.judge.baselines import contender, members
+from tailrace.evaluate.judge.baselines import contender, fingerprint, members
 from tailrace.evaluate.judge.suite import TUNE_FROM, load_scenarios, load_suite
-from tailrace.evaluate.measure.cells import CellBatch, Measure, Traffic, gather
+from tailrace.evaluate.measure.cells import CellBatch, Measure, Traffic, gather, source_digest
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.evaluate.measure.runner import play, policy_for, traffic
+from tailrace.files import write_text
 from tailrace.parallel import WorkerPool
 from tailrace.policy.base import BuiltinPolicy, Policy
 from tailrace.policy.learned import architecture as a
@@ -39,7 +41,7 @@ from tailrace.seeds import Purpose, seeds
 from tailrace.view.records import View
 
 #: Limits tried, in standard deviations; the last one never intervenes.
-LIMITS = (4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0, float("inf"))
+LIMITS = (4.0, 8.0, 16.0, 32.0, float("inf"))
 WARMUP = {"standard": 0.1, "holdout": 0.1, "recorded": 0.2}
 #: Tuning seeds of their own, so that nothing else was chosen on them.
 FIRST_SEED = TUNE_FROM + 5000
@@ -182,10 +184,30 @@ class RangeTask:
     seed: int
     policy: str
     rule: str
+    folder: Path
+
+    @property
+    def file(self) -> Path:
+        """Where its figures are kept: by all that they depend on."""
+        about = (
+            self.scenario.model_dump_json(), self.seed, self.policy, self.rule, LIMITS,
+            fingerprint(self.policy, self.scenario), source_digest(),
+        )  # fmt: skip
+        return self.folder / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:16]}.json"
 
 
 def measure(task: RangeTask) -> dict[str, Any]:
-    """Return cost and share of alarms at every limit."""
+    """Return cost and share of alarms at every limit; measured once and kept."""
+    if task.file.is_file():
+        kept: dict[str, Any] = json.loads(task.file.read_text(encoding="utf-8"))
+        return kept
+    found = _measured(task)
+    task.folder.mkdir(parents=True, exist_ok=True)
+    write_text(task.file, json.dumps(found))
+    return found
+
+
+def _measured(task: RangeTask) -> dict[str, Any]:
     rate = resolve_rate(task.scenario)
     table = traffic(task.scenario, rate, task.seed)
     warmup = WARMUP[task.group]
@@ -215,7 +237,7 @@ def compare_limits(args: argparse.Namespace) -> dict[str, Any]:
     groups = worlds(args, ("standard", "holdout"))
     numbers = seeds(Purpose.TUNING, args.seeds, FIRST_SEED)
     tasks = [
-        RangeTask(group, s, seed, args.policy, args.rule)
+        RangeTask(group, s, seed, args.policy, args.rule, args.work / "range")
         for group, found in groups.items()
         for s in found
         for seed in numbers
@@ -284,12 +306,13 @@ def main() -> None:
     parser.add_argument("--policy", default="tailrace")
     parser.add_argument("--rule", default=ChooserSettings().fallback)
     parser.add_argument("--jobs", type=int)
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--json", type=Path, help="add the figures to this file")
     args = parser.parse_args()
     found = compare_rules(args) if args.what == "rules" else compare_limits(args)
     (print_rules if args.what == "rules" else print_limits)(found)
     if args.json is not None:
-        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        known = json.loads(args.json.read_text("utf-8")) if args.json.is_file() else {}
+        write_text(args.json, json.dumps(known | {args.what: found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

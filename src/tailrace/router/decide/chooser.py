@@ -4,9 +4,9 @@ The fallback rule decides instead of the policy when the policy fails, takes too
 is no number, sees what it was not trained on, or chooses a replica whose predicted first token is
 much later than that of the rule's choice. Every such case is counted by its cause.
 
-The fallback rule is ``load_aware``: the best single rule of the evaluation, and it needs only what
-the router counts itself. What drives a policy out of its range, such as broken metrics or a cost
-model that does not fit the servers, does not touch it.
+The fallback rule is ``tolerant_sticky``: the best all-round rule on synthetic and recorded traffic
+(benchmarks/guard_figures.py), and it needs only what the router counts itself. What drives a policy
+out of its range, such as broken metrics or a wrong cost model, does not affect it.
 """
 
 import struct
@@ -64,7 +64,7 @@ class ChooserSettings(Settings):
 
     policy: str = registry.SHIPPED_NAME
     """Policy that decides: a built-in rule, `tailrace`, a .tailrace file or a .py file."""
-    fallback: str = "load_aware"
+    fallback: str = "tolerant_sticky"
     """Built-in rule that decides when the policy fails or is overruled."""
     guard: bool = True
     """Overrule a learned or custom policy if the predicted time to first token of its choice

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,10 @@ def _cpu_s(run: dict[str, Any]) -> float:
     return float(run["cpu_s"])
 
 
-def measure(trace: str, source: Path, python: Path, rounds: int) -> dict[str, Any]:
-    """Measure one trace with all numbers of workers and routings."""
+def measure(
+    trace: str, source: Path, python: Path, rounds: int, workers_: Sequence[int]
+) -> dict[str, Any]:
+    """Measure one trace with some numbers of workers and all routings."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         plain, table_file = uncompressed(source, folder), folder / "imported.parquet"
@@ -146,7 +149,7 @@ def measure(trace: str, source: Path, python: Path, rounds: int) -> dict[str, An
         traces.write(traces.read(source).table, table_file)
         import_cpu_s = time.process_time() - start
         rows = []
-        for workers in WORKERS:
+        for workers in workers_:
             for mode in ROUTING:
                 our_run(table_file, workers, mode)  # compiles
                 mine, others = [], []
@@ -176,6 +179,14 @@ def measure(trace: str, source: Path, python: Path, rounds: int) -> dict[str, An
     return {"import_cpu_s": import_cpu_s, "goal": GOALS[trace], "least_ratio": least, "runs": rows}
 
 
+def joined(known: dict[str, Any] | None, found: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of a trace with earlier rows for other numbers of workers."""
+    measured = {row["workers"] for row in found["runs"]}
+    kept = [row for row in (known or {"runs": []})["runs"] if row["workers"] not in measured]
+    rows = sorted([*kept, *found["runs"]], key=lambda row: (row["workers"], row["routing"]))
+    return found | {"runs": rows, "least_ratio": min(row["ratio"] for row in rows)}
+
+
 def main() -> int:
     """Measure; 0 if every ratio reaches its goal."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -186,7 +197,10 @@ def main() -> int:
     parser.add_argument("--peer-python", type=Path, default=DEFAULT_PYTHON, metavar="PYTHON",
                         help=f"Python that has {PEER}; default: {DEFAULT_PYTHON}")  # fmt: skip
     parser.add_argument("--rounds", type=int, default=4, help="runs of each side")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to this file")
+    parser.add_argument("--workers", type=int, nargs="+", default=WORKERS)
+    parser.add_argument("--json", type=Path, metavar="FILE",
+                        help="write the results to this file; other traces and numbers of workers "
+                        "in it stay")  # fmt: skip
     given = parser.parse_args()
     chosen = {"mooncake": given.mooncake, "claude": given.claude}
     if not any(chosen.values()):
@@ -194,12 +208,14 @@ def main() -> int:
     if not given.peer_python.exists():
         parser.error(f"{given.peer_python} does not exist; `make peers` installs {PEER} there")
     results = {
-        trace: measure(trace, source, given.peer_python, given.rounds)
+        trace: measure(trace, source, given.peer_python, given.rounds, given.workers)
         for trace, source in chosen.items()
         if source is not None
     }
     if given.json is not None:
-        write_text(given.json, json.dumps({"peer": f"{PEER} 1.6.1", **results}, indent=1) + "\n")
+        known = json.loads(given.json.read_text("utf-8")) if given.json.is_file() else {}
+        merged = known | {k: joined(known.get(k), found) for k, found in results.items()}
+        write_text(given.json, json.dumps({"peer": f"{PEER} 1.6.1", **merged}, indent=1) + "\n")
     return 0 if all(r["least_ratio"] >= r["goal"] for r in results.values()) else 1
 
 

@@ -7,13 +7,15 @@
 recorded traffic, and compares each with the best rule of every cell. ``range`` lets a trained
 policy decide only while all of its inputs are within LIMIT standard deviations of the mean in
 training, and the fallback rule otherwise: how often that happens on traffic the policy was trained
-for (false alarms), and what it saves or costs on other traffic. WORK keeps what was imported and
+for (false alarms), and what it saves or costs on other traffic and when the router takes a server
+to be much faster or slower than it is. WORK keeps what was imported and
 measured, so that the same command goes on where it was interrupted.
 """
 
 import argparse
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -41,8 +43,10 @@ from tailrace.seeds import Purpose, seeds
 from tailrace.view.records import View
 
 #: Limits tried, in standard deviations; the last one never intervenes.
-LIMITS = (4.0, 8.0, 16.0, 32.0, float("inf"))
-WARMUP = {"standard": 0.1, "holdout": 0.1, "recorded": 0.2}
+LIMITS = (8.0, 12.0, 16.0, float("inf"))
+WARMUP = {"standard": 0.1, "misjudged": 0.1, "holdout": 0.1, "recorded": 0.2}
+#: Scenarios in which the router takes one server to be so many times as fast as it is.
+MISJUDGED, FACTORS = ("hot-sessions", "mixed-speed"), (0.01, 0.1, 10.0, 100.0)
 #: Tuning seeds of their own, so that nothing else was chosen on them.
 FIRST_SEED = TUNE_FROM + 5000
 
@@ -232,9 +236,23 @@ def _measured(task: RangeTask) -> dict[str, Any]:
     return found
 
 
+def misjudged(requests: int) -> Iterator[Scenario]:
+    """Yield scenarios whose first server the router takes to be faster or slower than it is."""
+    for scenario in load_scenarios(MISJUDGED, requests):
+        first, *rest = scenario.cluster.replicas
+        others = (first.model_copy(update={"count": first.count - 1}),) * (first.count > 1)
+        for factor in FACTORS:
+            wrong = first.model_copy(update={"count": 1, "assumed_speed": factor})
+            cluster = scenario.cluster.model_copy(update={"replicas": (wrong, *others, *rest)})
+            name = f"{scenario.name}, believed {factor:g} times as fast"
+            yield scenario.model_copy(update={"name": name, "cluster": cluster})
+
+
 def compare_limits(args: argparse.Namespace) -> dict[str, Any]:
     """Return alarms and costs of every limit on traffic within and beyond the training range."""
-    groups = worlds(args, ("standard", "holdout"))
+    groups = {"misjudged": list(misjudged(args.requests))}
+    groups |= worlds(args, ("standard", "holdout"))
+    groups["recorded"] = [s for s in groups.get("recorded", ()) if _is_chosen(args, s.name)]
     numbers = seeds(Purpose.TUNING, args.seeds, FIRST_SEED)
     tasks = [
         RangeTask(group, s, seed, args.policy, args.rule, args.work / "range")
@@ -280,6 +298,10 @@ def compare_limits(args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _is_chosen(args: argparse.Namespace, name: str) -> bool:
+    return not args.cells or any(text in name for text in args.cells)
+
+
 def print_limits(found: dict[str, Any]) -> None:
     """Print the table of limits."""
     groups = list(found["cells"])
@@ -303,6 +325,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000, help="of every run")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--rules", nargs="*", help="rules to compare; default: all")
+    parser.add_argument("--cells", nargs="*", help="recorded cells to take, by parts of names")
     parser.add_argument("--policy", default="tailrace")
     parser.add_argument("--rule", default=ChooserSettings().fallback)
     parser.add_argument("--jobs", type=int)

@@ -4,16 +4,19 @@
     python benchmarks/learned_servers.py -b URL -b URL --shrink 2.5 --rate 4   # your own
     python benchmarks/learned_servers.py --json > docs/results/learned_emulated.json
 
-A plain router, which knows nothing about its servers, routes one load and learns. A second router
-records another load. That recording is then simulated, every request on the server it went to and
-at the moment it was sent, with the cost models and overheads learned from the first load, and its
-mean TTFT and end-to-end time are compared with the recorded ones. Real vLLM servers for -b:
-``python -m tests.vllm.serve_two FOLDER``.
+A plain router, which knows nothing about its servers, routes one load and learns; a router that
+knows what was learned so far routes each further one. The recording of each further load is then
+simulated, every request on the server it went to and at the moment it was sent, with the cost
+models and overheads that were known before it. Mean TTFT and end-to-end time of all of them are
+compared with the recorded ones. Several short loads rather than one, because the servers' machine
+may be faster at one time than at another. Real vLLM servers for -b: ``python -m
+tests.vllm.serve_two FOLDER``.
 """
 
 import argparse
 import json
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -28,7 +31,7 @@ from tailrace.bench.result import LoadResult
 from tailrace.calibrate.live import reported_capacity
 from tailrace.config import Cluster, CostModel, Replica
 from tailrace.replay import recorded
-from tailrace.replay.fidelity import Agreement, Fidelity, fidelity
+from tailrace.replay.fidelity import Floats, agreement, fidelity
 from tailrace.router.state.server_model import (
     BASE,
     CONTEXT,
@@ -39,7 +42,7 @@ from tailrace.router.state.server_model import (
 )
 from tailrace.seeds import Purpose, seeds
 from tailrace.view.replicas import replica_costs
-from tailrace.workload import library
+from tailrace.workload import decision_log, library
 
 #: File in the folder of decisions in which a router keeps what it has learned.
 LEARNED = "servers.json"
@@ -79,8 +82,9 @@ def send(live: RouterProcess, given: argparse.Namespace, seed: int) -> LoadResul
     return found
 
 
-def as_figures(found: Agreement) -> dict[str, float]:
-    """Return one latency, recorded and predicted."""
+def as_figures(recorded_s: Floats, predicted_s: Floats) -> dict[str, float]:
+    """Return one latency of the same requests [k], recorded and predicted, s."""
+    found = agreement("", recorded_s, predicted_s)
     return {
         "recorded_mean_s": round(found.recorded_mean_s, 4),
         "predicted_mean_s": round(found.simulated_mean_s, 4),
@@ -91,11 +95,9 @@ def as_figures(found: Agreement) -> dict[str, float]:
     }
 
 
-def predictions(log: Path) -> dict[str, float]:
+def predictions(logs: list[Path]) -> dict[str, float]:
     """Return the router's own predictions of first tokens at the decisions, against the record."""
-    from tailrace.workload import decision_log
-
-    lines = [d for _, _, d in decision_log.records(log)]
+    lines = [d for log in logs for _, _, d in decision_log.records(log)]
     done = [d for d in lines if d.get("outcome") == "done" and d.get("predicted_ttft_s")]
     seen = np.array([d["first"] - d["sent"] for d in done])
     ours = np.array([d["predicted_ttft_s"] for d in done])
@@ -107,34 +109,48 @@ def predictions(log: Path) -> dict[str, float]:
 
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Learn from one load, predict another."""
-    first, second = seeds(Purpose.TUNING, 2)
+    """Learn from one load, then predict each further one from those before it."""
+    learned = folder / LEARNED
+    logs, found, known, overheads_ms = [], [], [], []
     with servers(given.backend, given.speeds) as urls:
-        with router(urls, folder / "first", "-p", given.policy) as live:
-            send(live, given, first)
-            known = [replica["known"] for replica in live.get("/status")["replicas"]]
-        learned = folder / "first" / LEARNED
-        keeps = ("--set", f"speeds.file={learned}")
-        cluster, overhead_ms = learned_servers(learned, urls)
-        with router(urls, folder / "second", "-p", given.policy, *keeps) as live:
-            send(live, given, second)
-        found: Fidelity = fidelity(
-            recorded.read(folder / "second"), cluster, overhead_ms=overhead_ms
-        )
-    latencies = {a.name: as_figures(a) for a in found.latencies}
+        for number, seed in enumerate(seeds(Purpose.TUNING, given.rounds + 1)):
+            log = folder / f"load-{number}"
+            if number:
+                before = folder / f"before-{number}.json"
+                shutil.copy(learned, before)
+            keeps = ("--set", f"speeds.file={learned}")
+            with router(urls, log, "-p", given.policy, *keeps) as live:
+                send(live, given, seed)
+                known = [replica["known"] for replica in live.get("/status")["replicas"]]
+            if number:
+                cluster, overhead_ms = learned_servers(before, urls)
+                overheads_ms.append([round(ms, 2) for ms in overhead_ms])
+                found.append(fidelity(recorded.read(log), cluster, overhead_ms=overhead_ms))
+                logs.append(log)
+    latencies = {
+        name: as_figures(*(
+            np.concatenate([part[name] for part in parts])
+            for parts in ([f.recorded_s for f in found], [f.simulated_s for f in found])
+        ))
+        for name in ("TTFT", "E2E")
+    }  # fmt: skip
     return {
         "servers": "given" if given.backend else given.speeds,
         "policy": given.policy,
+        "loads": given.rounds,
         "requests": given.requests,
         "rate": given.rate,
         "shrink": given.shrink,
         "load_average": round(os.getloadavg()[0], 1),
         "known": known,
-        "overhead_ms": [round(ms, 2) for ms in overhead_ms],
-        "TTFT": latencies["TTFT"],
-        "E2E": latencies["E2E"],
-        "TTFT predicted at the decision": predictions(folder / "second"),
-        "hit_rate": [found.recorded_hit_rate, found.simulated_hit_rate],
+        "overhead_ms": overheads_ms,
+        **latencies,
+        "mean_error_by_load": {
+            name: [round(a.mean_error, 4) for f in found for a in f.latencies if a.name == name]
+            for name in ("TTFT", "E2E")
+        },
+        "TTFT predicted at the decision": predictions(logs),
+        "hit_rate": [[f.recorded_hit_rate, f.simulated_hit_rate] for f in found],
     }
 
 
@@ -146,7 +162,8 @@ def main() -> None:
     add = parser.add_argument
     add("-b", "--backend", action="append", default=[], metavar="URL", help="a server")
     add("--speeds", default="1.5,1,1,0.6", help="of emulated servers")
-    add("--requests", type=int, default=600, help="of each of the two loads")
+    add("--rounds", type=int, default=1, help="loads that are predicted")
+    add("--requests", type=int, default=600, help="of each load")
     add("--rate", type=float, default=12.0, help="requests/s")
     add("--shrink", type=float, default=1.0, help="factor by which prompts and answers are shorter")
     add("--policy", default="tailrace")

@@ -18,8 +18,8 @@ def found(servers):
     backends = [word for server in servers for word in ("-b", server.url)]
     script = str(ROOT / "benchmarks" / "learned_servers.py")
     ran = subprocess.run(
-        [sys.executable, script, *backends, "--shrink", "6", "--rate", "2", "--requests", "160",
-         "--json"],
+        [sys.executable, script, *backends, "--shrink", "6", "--rate", "2", "--requests", "40",
+         "--rounds", "4", "--json"],
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -28,7 +28,7 @@ def found(servers):
 
 @pytest.mark.parametrize("latency", ["TTFT", "E2E"])
 def test_mean_latencies_are_predicted(found, latency):
-    """Needs a machine that is otherwise idle: the two loads must find the same servers."""
+    """Needs a machine that is otherwise idle: other work slows the servers down."""
     assert abs(found[latency]["mean_error"]) < WITHIN, json.dumps(found, indent=1)
 
 

@@ -39,9 +39,9 @@ def command(
     from tailrace.evaluate.measure.metrics import summarise
     from tailrace.evaluate.measure.request_results import write_requests
     from tailrace.evaluate.measure.runner import policy_for, run
-    from tailrace.policy.warmup import helper
     from tailrace.saturation import resolve_rate
     from tailrace.sim.chrome_trace import write_trace
+    from tailrace.sim.warmup import helper
     from tailrace.terminal.tables import print_summary
 
     with console.own_output():

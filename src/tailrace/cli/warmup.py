@@ -65,7 +65,7 @@ def _simulate() -> None:
     from tailrace.config import Scenario
     from tailrace.evaluate.measure.runner import run
     from tailrace.policy.registry import SHIPPED_NAME
-    from tailrace.policy.warmup import helper
+    from tailrace.sim.warmup import helper
 
     scenario = Scenario().with_workload(requests=20)
     with helper():

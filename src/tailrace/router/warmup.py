@@ -1,9 +1,9 @@
 """Compiles what the router needs, in two processes at once.
 
 The router itself compiles how requests are decided and recorded (``Chooser``); meanwhile a helper
-process compiles the network and the readers of request bodies, and leaves them in the compile
-cache. It goes on with what only policies in Python and shadows need, so that a later change of
-settings need not wait for it.
+process compiles the network, the rules and the readers of request bodies, and leaves them in the
+compile cache. It goes on with what only policies in Python and shadows need, so that a later change
+of settings need not wait for it.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import numba
 from tailrace import compiled
 from tailrace.net.chunk_kernel import RequestChunks
 from tailrace.policy.learned import inference
+from tailrace.policy.warmup import compile_rules
 from tailrace.router.access import accounts
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake import model_field
@@ -30,11 +31,12 @@ def helper() -> contextlib.AbstractContextManager[Callable[[], int | None]]:
 
 
 def compile_readers() -> None:
-    """Compile the network, then the readers of request bodies."""
+    """Compile the network and the rules, then the readers of request bodies."""
     types: Any = numba
     numbers = types.float64[::1], types.float32[::1], types.int64
     inference.run.compile(numbers)
     inference.run_listed.compile(numbers)
+    compile_rules()
     BodyReader()
     LargeBodies().close()
     RequestChunks().feed(b"0\r\n\r\n")

@@ -199,9 +199,9 @@ def test_times_that_follow_no_cost_model_are_flagged() -> None:
     for k in range(200):
         now, lesson = 10.0 * k, np.zeros(1, server_model.LESSON)
         server_model.sent(models, views, 0, lesson, now)
-        arguments = (models, views, cluster.costs, 0, 0, lesson)
-        server_model.first_token(*arguments, now + 0.1, 100)
-        server_model.ended(*arguments, now + 0.1 + float(rng.choice([0.01, 5.0])), 50)
+        server_model.first_token(models, views, 0, lesson, now + 0.1)
+        end, prompt = now + 0.1 + float(rng.choice([0.01, 5.0])), (100.0, 0.0)
+        server_model.ended(models, views, cluster.costs, 0, 0, lesson, end, 50, prompt, prompt)
     cluster.models[0] = models[0, 0]
     assert speed_of(cluster, 0).unexplained
     assert np.isfinite(models["factors"]).all()

@@ -88,6 +88,8 @@ class LedgerEntry(Protocol):
     streamed: int  #: tokens so far
     lesson: NDArray[np.void] | None  #: [1] LESSON, if a server's speed is learned from it
     first_at: float | None  #: when its first token came, s; None: it has not, or was presumed
+    reported_prompt: int | None  #: by the server's own count; None: it has not said
+    reported_cached: int | None
     outcome: str | None  #: None: it has not ended
 
     def presume_first_token(self) -> None:
@@ -482,9 +484,8 @@ class ClusterState:
                 self._prefilled(entry)
                 if entry.lesson is not None and entry.first_at is not None:
                     server_model.first_token(
-                        self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
-                        entry.lesson, entry.first_at, entry.prompt_tokens - entry.cached,
-                    )  # fmt: skip
+                        self._all_models, self._all_views, r, entry.lesson, entry.first_at
+                    )
             if self.index_later:
                 self._index(entry, self.clock())
             kernels.answered(
@@ -550,9 +551,10 @@ class ClusterState:
         if entry.lesson is not None and output > 1:
             if not entry.answering:  # it did not stream, and ended sooner than predicted
                 self._prefilled(entry)
+            believed, counted = _prompt_counts(entry)
             server_model.ended(
                 self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
-                entry.lesson, now, output,
+                entry.lesson, now, output, believed, counted,
             )  # fmt: skip
         _ATTEMPT.pack_into(
             self._attempt_buffer, 0, r, now, entry.prompt_tokens, entry.cached, entry.predicted,
@@ -627,6 +629,20 @@ class ClusterState:
         share += _ANSWERS_STEP * (float(came_true) - share)
         self._answer_share[replica] = share
         self.answers[replica] = int(share >= _ANSWERS_TRUST)
+
+
+def _prompt_counts(entry: LedgerEntry) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Uncached and cached tokens of a prompt: as believed when it was sent, and as counted."""
+    cached = float(entry.cached)
+    believed = entry.prompt_tokens - cached, cached
+    prompt = entry.reported_prompt
+    if prompt is None:
+        return believed, believed
+    if entry.reported_cached is not None:
+        cached = float(entry.reported_cached)
+    else:
+        cached *= prompt / max(1, entry.prompt_tokens)
+    return believed, (max(1.0, prompt - cached), cached)
 
 
 def _in_bytes(text: str, span: tuple[int, int]) -> tuple[int, int]:

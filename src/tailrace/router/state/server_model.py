@@ -7,7 +7,8 @@ in the ledger: a stream gets one token per iteration, and prompts are counted wh
 comes. Of an answer that does not stream only the end is seen, so its whole time is one stretch, and
 what else the server did is known less well. So every stretch is one linear equation, and a Kalman
 filter keeps the solution: *factors* by which the coefficients differ from those of the device that
-is assumed at the start.
+is assumed at the start. Both stretches of a request teach when its answer ends: only then do many
+servers say how much of the prompt they had cached.
 
 The filter starts from a prior over devices, in which all coefficients scale together more readily
 than they differ. It forgets slowly, and quickly when what it sees no longer fits, so that it
@@ -85,6 +86,8 @@ DONE = [
     ("context", "f8"),  # tokens of those answering
     ("decodes", "f8"),  # requests answering
     ("begun", "f8"),  # uncached prompt tokens that were probably prefilled already
+    ("working", "f8"),  # 1: it had requests
+    ("queues", "f8"),  # 1: requests waited in its queue, or may have
 ]
 #: What its server had done when a request was sent and when its first token came; ``first.at`` is
 #: 0 before that.
@@ -132,11 +135,12 @@ def sent(models, replicas, r, lesson, now):
     done = lesson[0]["sent"]
     _note(done, models, replicas, r, now)
     # Of the prompt that is being prefilled, about half is done.
-    uncached, queued = 0.0, 1e-9
+    uncached, queued = 0.0, 0.0
     for w in range(models.shape[0]):
         uncached += replicas[w, r]["queued_uncached"]
         queued += replicas[w, r]["queued"]
-    done["begun"] = 0.5 * uncached / queued
+    done["begun"] = 0.5 * uncached / max(queued, 1.0)
+    done["working"] = float(queued + done["decodes"] > 0.0)
 
 
 @jit
@@ -154,31 +158,20 @@ def _queues(replicas, r):
 
 
 @jit
-def first_token(models, replicas, costs, me, r, lesson, now, uncached):
-    """Learn from its first token; it is among the prefilled, and in the ledger still queued."""
-    model, replica = models[me, r], replicas[me, r]
-    before, after = lesson[0]["sent"], lesson[0]["first"]
-    _note(after, models, replicas, r, now)
-    prefilled = max(float(uncached), after["prefilled"] - before["prefilled"] - before["begun"])
-    output = max(0.0, after["output"] - before["output"])
-    decodes = 0.5 * (before["decodes"] + after["decodes"])
-    iterations = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
-    if decodes >= 1.0 and _queues(replicas, r):
-        # A wait for room in the batch or in memory is full of answers' iterations.
-        iterations = max(iterations, output / decodes)
-    work = max(0.0, after["prefill_work"] - before["prefill_work"])
-    context = 0.5 * (before["context"] + after["context"])
-    _equation(model, replica, iterations, output, prefilled, context, work)
-    # It arrived in the middle of an iteration.
-    model["row"][BASE] *= 1.0 + 0.5 / iterations
-    model["row"][OVERHEAD] = OVERHEAD_S
-    _learn(model, (now - before["at"]) * replica["speed"], now, FIRST_NOISE)
-    apply(model, replica, costs[r])
+def first_token(models, replicas, r, lesson, now):
+    """A request's first token has come: it is among the prefilled, in the ledger still queued."""
+    done = lesson[0]["first"]
+    _note(done, models, replicas, r, now)
+    done["queues"] = float(_queues(replicas, r))
 
 
 @jit
-def ended(models, replicas, costs, me, r, lesson, now, output):
-    """Learn from an answer that is complete after ``output`` tokens; the ledger still has it."""
+def ended(models, replicas, costs, me, r, lesson, now, output, believed, counted):
+    """Learn from an answer that is complete after ``output`` tokens; the ledger still has it.
+
+    ``believed``: uncached and cached tokens of its prompt as counted among the prefilled;
+    ``counted``: the same by the server's own count, if it gives one.
+    """
     model, replica = models[me, r], replicas[me, r]
     if output < 2:
         return
@@ -186,6 +179,7 @@ def ended(models, replicas, costs, me, r, lesson, now, output):
         _whole(models, replicas, me, r, lesson, now, output)
         apply(model, replica, costs[r])
         return
+    _first(model, replica, lesson, believed, counted)
     before, after = lesson[0]["first"], lesson[0]["sent"]
     _note(after, models, replicas, r, now)
     iterations = output - 1.0
@@ -196,6 +190,34 @@ def ended(models, replicas, costs, me, r, lesson, now, output):
     _equation(model, replica, iterations, tokens, prefilled, context, work)
     _learn(model, (now - before["at"]) * replica["speed"], now, ANSWER_NOISE)
     apply(model, replica, costs[r])
+
+
+@jit
+def _work(prompt):
+    """W of view/cost_model.py of a prompt with so many uncached and cached tokens."""
+    return prompt[0] * (prompt[1] + 0.5 * prompt[0])
+
+
+@jit
+def _first(model, replica, lesson, believed, counted):
+    """Learn from the wait for a first token."""
+    before, after = lesson[0]["sent"], lesson[0]["first"]
+    others = after["prefilled"] - before["prefilled"] - believed[0] - before["begun"]
+    prefilled = counted[0] + max(0.0, others)
+    output = max(0.0, after["output"] - before["output"])
+    decodes = 0.5 * (before["decodes"] + after["decodes"])
+    iterations = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
+    if decodes >= 1.0 and after["queues"] > 0.0:
+        # A wait for room in the batch or in memory is full of answers' iterations.
+        iterations = max(iterations, output / decodes)
+    work_of_all = after["prefill_work"] - before["prefill_work"]
+    work = _work(counted) + max(0.0, work_of_all - _work(believed))
+    context = 0.5 * (before["context"] + after["context"])
+    _equation(model, replica, iterations, output, prefilled, context, work)
+    if before["working"] > 0.0:  # it arrived in the middle of an iteration
+        model["row"][BASE] *= 1.0 + 0.5 / iterations
+    model["row"][OVERHEAD] = OVERHEAD_S
+    _learn(model, (after["at"] - before["at"]) * replica["speed"], after["at"], FIRST_NOISE)
 
 
 @jit

@@ -208,6 +208,32 @@ def test_times_that_follow_no_cost_model_are_flagged() -> None:
     assert np.linalg.eigvalsh(models["covariance"][0, 0]).min() > -1e-9
 
 
+def test_prompts_count_as_the_server_counts_them() -> None:
+    """The index believes that nothing is cached; the server says that most of each prompt was."""
+    cost = replica_costs([Replica()])[0]
+    models = server_model.new_models([Replica()]).reshape(1, 1)
+    cluster = ClusterState(backends(Replica()), Clock())
+    views, truth = (
+        cluster.replicas.reshape(1, 1),
+        float(cluster.replicas[0]["prefill_tokens_per_s"]),
+    )
+    rng = np.random.default_rng(3)
+    for k in range(150):
+        now, lesson = 10.0 * k, np.zeros(1, server_model.LESSON)
+        server_model.sent(models, views, 0, lesson, now)
+        fresh = float(rng.choice([50, 200, 400]))
+        believed, counted = (2000.0, 0.0), (fresh, 2000.0 - fresh)
+        work = fresh * (counted[1] + 0.5 * fresh)
+        first = token_ms(cost, fresh) + float(cost["per_prefill_ms"]) * work
+        models["prefilled"] += believed[0]
+        models["prefill_work"] += 0.5 * believed[0] ** 2
+        at = now + server_model.OVERHEAD_S + 1e-3 * first
+        server_model.first_token(models, views, 0, lesson, at)
+        end = at + 49e-3 * token_ms(cost, 1.0)
+        server_model.ended(models, views, cluster.costs, 0, 0, lesson, end, 50, believed, counted)
+    assert cluster.replicas[0]["prefill_tokens_per_s"] == pytest.approx(truth, rel=0.1)
+
+
 def test_two_workers_learn_from_what_both_send() -> None:
     """A server that answers two workers at once is no slower than one that answers one."""
     clock = Clock()

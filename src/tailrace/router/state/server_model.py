@@ -49,6 +49,8 @@ COMMON_DRIFT, OWN_DRIFT, OVERHEAD_DRIFT = 1e-4, 1e-5, 0.05
 #: it is known less well what the server was doing, and of answers that did not stream. Some ms are
 #: the network's.
 ANSWER_NOISE, FIRST_NOISE, WHOLE_NOISE, NOISE_S = 0.05, 0.25, 0.15, 0.002
+#: Weight of one more answer in the scatter of a server's times.
+SCATTER_STEP = 0.05
 #: A deviation, in those expected, beyond which the server is taken to have changed.
 SURPRISE = 3.0
 #: Smallest factor, and largest variance of one.
@@ -69,6 +71,10 @@ SERVER_MODEL = np.dtype(
         ("updated_at", "f8"),  # s
         ("equations", "i8"),  # so far
         ("error", "f8"),  # moving mean of |predicted - seen| / seen
+        # of answers: deviation of the last one as a share, and how much that varies from one to the
+        # next (standard deviation; not from the prediction, which is off when a server slows down)
+        ("last_off", "f8"),
+        ("scatter", "f8"),
         # totals of prompts whose first token has come
         ("prefilled", "f8"),  # uncached tokens
         ("prefill_work", "f8"),  # W of view/cost_model.py
@@ -188,8 +194,23 @@ def ended(models, replicas, costs, me, r, lesson, now, output, believed, counted
     work = max(0.0, after["prefill_work"] - before["prefill_work"])
     context = 0.5 * (before["context"] + after["context"])
     _equation(model, replica, iterations, tokens, prefilled, context, work)
-    _learn(model, (now - before["at"]) * replica["speed"], now, ANSWER_NOISE)
+    seconds = (now - before["at"]) * replica["speed"]
+    _learn(model, seconds, now, max(ANSWER_NOISE, _scatter(model, seconds)))
     apply(model, replica, costs[r])
+
+
+@jit
+def _scatter(model, seconds):
+    """How much the server's answers scatter, as a share of their time; notes one more of them."""
+    expected = 1e-9
+    for i in range(N_FACTORS):
+        expected += model["row"][i] * model["factors"][i]
+    off = min(seconds / expected - 1.0, 2.0)
+    # Of two numbers with a standard deviation of 1, the difference is 1.13 on average.
+    jump = abs(off - model["last_off"]) / 1.13 if model["equations"] > 2 else 0.0
+    model["last_off"] = off
+    model["scatter"] += SCATTER_STEP * (jump - model["scatter"])
+    return model["scatter"]
 
 
 @jit

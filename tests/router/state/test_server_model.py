@@ -234,6 +234,25 @@ def test_prompts_count_as_the_server_counts_them() -> None:
     assert cluster.replicas[0]["prefill_tokens_per_s"] == pytest.approx(truth, rel=0.1)
 
 
+def test_what_is_learned_does_not_follow_every_answer_of_a_server_whose_times_scatter() -> None:
+    models = server_model.new_models([Replica()]).reshape(1, 1)
+    cluster = ClusterState(backends(Replica()), Clock())
+    views, prompt = cluster.replicas.reshape(1, 1), (100.0, 0.0)
+    truth = token_ms(replica_costs([Replica()])[0], 1.0)
+    rng = np.random.default_rng(4)
+    found = []
+    for k in range(300):
+        now, lesson = 2.0 * k, np.zeros(1, server_model.LESSON)
+        server_model.sent(models, views, 0, lesson, now)
+        models["prefilled"] += prompt[0]
+        server_model.first_token(models, views, 0, lesson, now + 0.03)
+        end = now + 0.03 + 49e-3 * truth * rng.uniform(0.5, 1.5)
+        server_model.ended(models, views, cluster.costs, 0, 0, lesson, end, 50, prompt, prompt)
+        found.append(token_ms(cluster.costs[0], 1.0) / truth)
+    assert np.mean(found[100:]) == pytest.approx(1.0, abs=0.1)
+    assert np.std(found[100:]) < 0.07
+
+
 def test_two_workers_learn_from_what_both_send() -> None:
     """A server that answers two workers at once is no slower than one that answers one."""
     clock = Clock()
@@ -265,6 +284,7 @@ def test_it_is_kept_over_a_restart(tmp_path: Path) -> None:
     after = ClusterState(backends(Replica()), Clock())
     assert restore(after, path) == 1
     np.testing.assert_array_equal(after.costs, before.costs)
+    assert after.models["scatter"][0] == before.models["scatter"][0] > 0.0
     assert speed_of(after, 0).prefill_tokens_per_s == speed_of(before, 0).prefill_tokens_per_s
     ours, theirs = speed_of(after, 0).uncertainty, speed_of(before, 0).uncertainty
     assert ours is not None
@@ -283,7 +303,8 @@ def test_a_damaged_file_is_left_out(damage: str, tmp_path: Path) -> None:
     path.write_text(damage)
     assert restore(cluster, path) == 0
     factors: list[object] = [float("nan")] * 5
-    entry = {"factors": factors, "covariance": np.eye(5).tolist(), "equations": 9, "error": 0}
+    entry = {"factors": factors, "covariance": np.eye(5).tolist(), "equations": 9}
+    entry |= {"error": 0, "scatter": 0}
     url = cluster.backends[0].url
     path.write_text(json.dumps({"version": 1, "servers": {url: entry}}))
     assert restore(cluster, path) == 0

@@ -49,8 +49,9 @@ COMMON_DRIFT, OWN_DRIFT, OVERHEAD_DRIFT = 1e-4, 1e-5, 0.05
 #: it is known less well what the server was doing, and of answers that did not stream. Some ms are
 #: the network's.
 ANSWER_NOISE, FIRST_NOISE, WHOLE_NOISE, NOISE_S = 0.05, 0.25, 0.15, 0.002
-#: Weight of one more answer in the scatter of a server's times.
-SCATTER_STEP = 0.05
+#: Weight of one more answer in the scatter of a server's times, and the largest deviation that
+#: counts, as a share.
+SCATTER_STEP, MOST_OFF = 0.05, 2.0
 #: A deviation, in those expected, beyond which the server is taken to have changed.
 SURPRISE = 3.0
 #: Smallest factor, and largest variance of one.
@@ -205,7 +206,7 @@ def _scatter(model, seconds):
     expected = 1e-9
     for i in range(N_FACTORS):
         expected += model["row"][i] * model["factors"][i]
-    off = min(seconds / expected - 1.0, 2.0)
+    off = min(seconds / expected - 1.0, MOST_OFF)
     # Of two numbers with a standard deviation of 1, the difference is 1.13 on average.
     jump = abs(off - model["last_off"]) / 1.13 if model["equations"] > 2 else 0.0
     model["last_off"] = off

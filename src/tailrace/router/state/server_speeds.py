@@ -98,6 +98,7 @@ def save(cluster: ClusterState, path: Path) -> None:
                 "covariance": model["covariance"].tolist(),
                 "equations": int(model["equations"]),
                 "error": float(model["error"]),
+                "scatter": float(model["scatter"]),
             }
     write_text(path, json.dumps({"version": _VERSION, "servers": learned}, indent=1) + "\n")
 
@@ -118,7 +119,7 @@ def restore(cluster: ClusterState, path: Path) -> int:
     for replica, (backend, model) in enumerate(zip(cluster.backends, cluster.models, strict=True)):
         found = known.get(backend.url)
         if found is not None and model["learns"]:
-            for name in ("factors", "covariance", "equations", "error"):
+            for name in ("factors", "covariance", "equations", "error", "scatter"):
                 model[name] = found[name]
             model["covariance"] += DOUBT * (np.ones((N_FACTORS, N_FACTORS)) + np.eye(N_FACTORS))
             model["updated_at"] = cluster.clock()
@@ -139,7 +140,11 @@ def _read(path: Path) -> dict[str, Any]:
             row[name] = np.asarray(found[name], np.float64)
             if np.shape(found[name]) != row[name].shape or not np.isfinite(row[name]).all():
                 raise ValueError(f"{name} of {url[:80]} are damaged")
-        row["equations"], row["error"] = int(found["equations"]), float(found["error"])
+        row["equations"] = int(found["equations"])
+        for name in ("error", "scatter"):
+            row[name] = float(found[name])
+            if not 0.0 <= row[name] < np.inf:
+                raise ValueError(f"{name} of {url[:80]} is damaged")
         eigenvalues = np.linalg.eigvalsh(row["covariance"])
         if (row["factors"] <= 0).any() or eigenvalues.min() < -OWN_SD or row["equations"] < 0:
             raise ValueError(f"factors of {url[:80]} are damaged")

@@ -249,8 +249,8 @@ def _weighted(results: Results) -> str:
         best = leader(placed, weighting)
         rank = placed[results.subject][weighting.key].rank
         leads = "" if rank == 1 else f" ({best} leads)"
-        parts.append(f"{weighting.title} rank {rank} of {len(placed)}{leads}")
-    return f"{results.subject} has " + ", ".join(parts) + "."
+        parts.append(f"{rank} by {weighting.title}{leads}")
+    return f"Of {len(placed)} policies, {results.subject} is number " + ", ".join(parts) + "."
 
 
 def _single_scenarios(results: Results) -> Section:

@@ -93,7 +93,7 @@ DONE = [
     ("context", "f8"),  # tokens of those answering
     ("decodes", "f8"),  # requests answering
     ("begun", "f8"),  # uncached prompt tokens that were probably prefilled already
-    ("working", "f8"),  # 1: it had requests
+    ("requests", "f8"),  # that it had
     ("queues", "f8"),  # 1: requests waited in its queue, or may have
 ]
 #: What its server had done when a request was sent and when its first token came; ``first.at`` is
@@ -147,7 +147,7 @@ def sent(models, replicas, r, lesson, now):
         uncached += replicas[w, r]["queued_uncached"]
         queued += replicas[w, r]["queued"]
     done["begun"] = 0.5 * uncached / max(queued, 1.0)
-    done["working"] = float(queued + done["decodes"] > 0.0)
+    done["requests"] = queued + done["decodes"]
 
 
 @jit
@@ -169,7 +169,7 @@ def first_token(models, replicas, r, lesson, now):
     """A request's first token has come: it is among the prefilled, in the ledger still queued."""
     done = lesson[0]["first"]
     _note(done, models, replicas, r, now)
-    done["queues"] = float(_queues(replicas, r))
+    done["queues"] = 1.0 if _queues(replicas, r) else 0.0
 
 
 @jit
@@ -236,7 +236,7 @@ def _first(model, replica, lesson, believed, counted):
     work = _work(counted) + max(0.0, work_of_all - _work(believed))
     context = 0.5 * (before["context"] + after["context"])
     _equation(model, replica, iterations, output, prefilled, context, work)
-    if before["working"] > 0.0:  # it arrived in the middle of an iteration
+    if before["requests"] > 0.0:  # it arrived in the middle of an iteration
         model["row"][BASE] *= 1.0 + 0.5 / iterations
     model["row"][OVERHEAD] = OVERHEAD_S
     _learn(model, (after["at"] - before["at"]) * replica["speed"], after["at"], FIRST_NOISE)

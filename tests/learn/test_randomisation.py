@@ -129,6 +129,31 @@ def test_targets_are_drawn_from_their_range_and_change_nothing_else():
         assert a == b.model_copy(update={"workload": same})
 
 
+def test_weak_and_strong_fleets_take_rates_to_match_and_change_nothing_else():
+    usual, varied = drawn(300), drawn(300, fleet_speed=[0.25, 4.0])
+    factors = []
+    for a, b in zip(usual, varied, strict=True):
+        pairs = zip(a.cluster.replicas, b.cluster.replicas, strict=True)
+        ratios = [after.speed / before.speed for before, after in pairs]
+        assert np.ptp(ratios) < 0.02 * np.mean(ratios)  # speeds have three decimals
+        factors.append(np.mean(ratios))
+        assert load(b) == pytest.approx(load(a), rel=1e-6)
+        assert (a.router, a.workload.ttft_slo_s) == (b.router, b.workload.ttft_slo_s)
+    found = np.log2(factors)
+    assert -2.01 <= found.min() < -1.9 < 1.9 < found.max() <= 2.01
+
+
+def test_how_the_index_learns_is_drawn_and_changes_nothing_else():
+    usual = drawn(100)
+    varied = drawn(100, prefix_learns=["sent", "events"], events_lag_s=[1.0, 2.0])
+    assert {s.router.prefix_learns for s in usual} == {"sent"}
+    assert {s.router.prefix_learns for s in varied} == {"sent", "events"}
+    assert all(1 <= s.router.events_lag_s <= 2 for s in varied)
+    as_usual = {"prefix_learns": "sent", "events_lag_s": 0.0}
+    for a, b in zip(usual, varied, strict=True):
+        assert a == b.model_copy(update={"router": b.router.model_copy(update=as_usual)})
+
+
 def test_what_the_router_knows():
     found = drawn(staleness_s=[0.0, 2.0], predictors=["noisy", "exact"])
     assert {s.router.staleness_s for s in found} == {0.0, 2.0}

@@ -144,9 +144,10 @@ def test_method_goes_on_working_with_a_warning(given, advantage, objective):
 def test_presets_are_sound_and_named():
     assert s.preset_names() == [
         "finetune", "full", "polish", "ppo", "ppo-scratch", "ppo-vidur", "quick", "tail",
+        "wide",
     ]  # fmt: skip
     for name in s.preset_names():
-        own = {"start": "tailrace"} if name in ("finetune", "polish", "tail") else {}
+        own = {"start": "tailrace"} if name in ("finetune", "polish", "tail", "wide") else {}
         if name == "finetune":
             own["scenarios"] = ["demo"]
         preset = s.build(s.read(name), own)

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -317,6 +318,20 @@ def test_a_policy_taught_by_itself_and_others_keeps_its_norms_and_can_be_resumed
         Trainer(tmp_path / "stopped", given, 1, StopAfter(1)).run()
     Trainer(tmp_path / "stopped", None, 1).run()
     assert changed(content(tmp_path / "stopped"), content(tmp_path / "taught")) == []
+
+
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_policy_older_than_some_features_learns_them_from_demonstrations(tmp_path, rounds):
+    start = Path(__file__).parents[1] / "data" / "v0_1_0" / "tiny.tailrace"
+    lessons = {"teachers": {"start": 1.0, "lmetric": 1.0}, "best_teacher": True, "rounds": rounds}
+    given = settings(tmp_path, {"start": str(start), "demonstrations": lessons})
+    Trainer(tmp_path / "run", given, 1).run()
+    old, new = (checkpoint.load(p) for p in (start, tmp_path / "run" / "last.tailrace"))
+    assert "own_s" in old.config.ignore
+    assert ("own_s" in new.config.ignore) == (rounds == 0)
+    assert not old.tensors["actor.input.weight"][:, COLUMN.own_s].any()
+    assert new.tensors["actor.input.weight"][:, COLUMN.own_s].any() == (rounds > 0)
+    assert 0.01 < new.tensors["replica_norm.var"][COLUMN.own_s]
 
 
 def test_demonstrations_of_a_file_alone_are_cloned_and_checked(tmp_path):

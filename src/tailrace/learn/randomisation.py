@@ -16,6 +16,7 @@ from tailrace.config import (
     Event,
     Positive,
     PredictorName,
+    PrefixLearns,
     Replica,
     RouterSettings,
     Scenario,
@@ -87,6 +88,13 @@ class RandomisationSettings(Settings):
     """Share of variants whose requests do not say which session they belong to."""
     speed_error: Share = 0.0
     """Largest relative error of the speed that the router assumes of a replica."""
+    fleet_speed: tuple[SpeedFactor, SpeedFactor] = (1.0, 1.0)
+    """Lowest and highest multiple of the speeds of all replicas of a world (log-uniform): weak and
+    strong devices. The rate of requests follows it."""
+    prefix_learns: tuple[PrefixLearns, ...] = ("sent",)
+    """Ways in which the router's prefix index learns to draw from."""
+    events_lag_s: tuple[Age, Age] = (0.0, 0.0)
+    """Lowest and highest delay of the servers' KV events, s (uniform)."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -94,7 +102,8 @@ class RandomisationSettings(Settings):
             ("replicas", self.replicas), ("load", self.load), ("speeds", self.speeds),
             ("ttft_slo_s", self.ttft_slo_s), ("prompt_scale", self.prompt_scale),
             ("think_scale", self.think_scale), ("kv_tokens", self.kv_tokens or (1.0, 1.0)),
-            ("chunk_size", self.chunk_size),
+            ("chunk_size", self.chunk_size), ("fleet_speed", self.fleet_speed),
+            ("events_lag_s", self.events_lag_s),
         ):  # fmt: skip
             if low > high:
                 raise ValueError(f"{name} = [{low:g}, {high:g}] must be two rising numbers")
@@ -102,8 +111,8 @@ class RandomisationSettings(Settings):
             raise ValueError("with fewer than 2 replicas there is nothing to route")
         if any(0 < age < MIN_STALENESS_S for age in self.staleness_s):
             raise ValueError(f"staleness_s must be 0 or at least {MIN_STALENESS_S:g}")
-        if not self.staleness_s or not self.predictors:
-            raise ValueError("staleness_s and predictors need at least one entry each")
+        if not (self.staleness_s and self.predictors and self.prefix_learns):
+            raise ValueError("staleness_s, predictors and prefix_learns need at least one entry")
         for name in (*self.workloads, *self.load_scale):
             if name not in library.names():
                 raise ValueError(str(unknown_name("workload", name, library.names())))
@@ -217,7 +226,12 @@ class Distribution:
         which = int(rng.choice(len(known), p=weights / weights.sum()))
         variant, (_, capacity) = known[which][0], self.capacities[which]
         name = variant.workload.name
+        # What came later has generators of its own, so that its ranges change nothing else.
+        fleet, index = generator(seed, "fleet"), generator(seed, "index")
         speeds = self._speeds(rng)
+        fleet_speed = float(np.exp(fleet.uniform(*np.log(s.fleet_speed))))
+        if fleet_speed != 1.0:
+            speeds = [round(speed * fleet_speed, 3) for speed in speeds]
         # The larger of two draws: most of what routing can win or lose is won or lost under load.
         load = float(rng.uniform(*s.load, size=2).max()) * load_factor
         load *= s.load_scale.get(name, 1.0)
@@ -228,13 +242,14 @@ class Distribution:
             "load": None,
             "arrivals": "gamma" if bursty else "native",
             "arrival_cv": float(rng.uniform(1.5, 4.0)),
-            # From a separate generator, so that its range changes nothing else.
             "ttft_slo_s": float(np.exp(generator(seed, "target").uniform(*np.log(s.ttft_slo_s)))),
         }
         router = RouterSettings(
             staleness_s=float(rng.choice(s.staleness_s)),
             predictor=s.predictors[int(rng.integers(len(s.predictors)))],
             predictor_sigma=float(rng.uniform(0.2, 1.0)),
+            prefix_learns=s.prefix_learns[int(index.integers(len(s.prefix_learns)))],
+            events_lag_s=float(index.uniform(*s.events_lag_s)),
         )
         return Scenario(
             name=f"random-{seed}",

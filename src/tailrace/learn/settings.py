@@ -219,7 +219,8 @@ class EvaluationSettings(Settings):
         "least_outstanding", "round_robin", "lmetric", "load_aware", "least_predicted_ttft",
         "least_pending_uncached", "cache_aware", "llm_d", "random",
     )  # fmt: skip
-    """Baseline rules; costs are divided by that of the first."""
+    """Baselines, rules or trained policies of the package; costs are divided by that of the
+    first."""
     checkpoint_every: Count = 1
     """Updates between two saved checkpoints."""
     average_checkpoints: int = Field(default=0, ge=0, le=10_000)
@@ -230,7 +231,11 @@ class EvaluationSettings(Settings):
     def _rules_known(self) -> Self:
         if not self.baselines:
             raise ValueError("evaluation needs at least one rule to compare with")
-        known = [rule.name for rule in registry.rules()]
+        known = [
+            *(rule.name for rule in registry.rules()),
+            *shipped.LEARNING,
+            registry.SHIPPED_NAME,
+        ]
         for name in self.baselines:
             if name not in known:
                 raise ValueError(str(unknown_name("rule", name, known)))

@@ -17,7 +17,7 @@ import torch
 
 from tailrace import scenario as scenarios
 from tailrace.errors import TailraceError
-from tailrace.learn import stopping
+from tailrace.learn import starting, stopping
 from tailrace.learn.curriculum import Curriculum
 from tailrace.learn.exploration import Exploration
 from tailrace.learn.imitate import fit, sketch
@@ -36,12 +36,10 @@ from tailrace.learn.validation import OwnValidation, Validation, ValidationResul
 from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.learn.worlds import CompiledPolicy, label
 from tailrace.parallel import WorkerPool
-from tailrace.policy import registry
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.learned.architecture import pack
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
-from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.seeds import generator
 from tailrace.sim.engine import LEARNED_CODE
 
@@ -116,9 +114,9 @@ class Trainer:
                 self.state = self._run_state(numbers)
         else:
             self.folder.check_free()
-        start = _start_policy(settings) if settings.start and not arrays else None
+        start = starting.policy_of(settings) if settings.start and not arrays else None
         if start is not None:
-            settings = settings.model_copy(update={"network": start.config})
+            settings = settings.model_copy(update={"network": starting.network_of(start, settings)})
         self.settings = settings
         self._fresh = not arrays
         torch.set_num_threads(TORCH_THREADS)
@@ -126,7 +124,7 @@ class Trainer:
         torch.manual_seed(self._seed("weights"))
         self.network = Network(settings.network, len(REPLICA_FEATURES), len(REQUEST_FEATURES))
         if start is not None:
-            self.network.load_tensors(start.tensors)
+            self.network.load_tensors(starting.tensors_of(start, settings))
         self.watcher.phase("preparing")
         self.schedule = WorldSchedule(settings, self.state.capacities)
         self.state.capacities = list(self.schedule.capacities)
@@ -272,13 +270,8 @@ class Trainer:
         if round_ and not self._demonstrations:
             self._collect_again(round_)
         new = self._collect(round_)
-        if round_ == 0 and not self.settings.start:
-            for samples in by_cluster_size(new):
-                self.network.update_norms(
-                    torch.from_numpy(samples.replica_obs),
-                    torch.from_numpy(samples.request_obs),
-                    torch.from_numpy(samples.mask),
-                )
+        if round_ == 0:
+            self._learn_norms(by_cluster_size(new))
         self._demonstrations = by_cluster_size([*self._demonstrations, *new])
         self.watcher.phase("cloning")
         loss = fit.imitate(
@@ -299,6 +292,19 @@ class Trainer:
             "samples": float(sum(map(len, new))),
             "clone_entropy_fraction": self._clone_entropy,
         }
+
+    def _learn_norms(self, groups: Sequence[Samples]) -> None:
+        """Learn the normaliser from the first demonstrations; a started policy keeps its own.
+
+        It learns only that of features which its training did not have or never saw vary.
+        """
+        seen = [fit.ObservationBatch.of(samples) for samples in groups]
+        if not self.settings.start:
+            for one in seen:
+                self.network.update_norms(one.replica_obs, one.request_obs, one.mask)
+            return
+        rows = torch.cat([one.replica_obs[one.mask] for one in seen])
+        self.network.learn_new_norms(rows, torch.cat([one.request_obs for one in seen]))
 
     def _collect(self, round_: int, behaviour: Network | None = None) -> list[Samples]:
         """Collect the demonstrations of a round; the teacher drives until there is a student."""
@@ -321,7 +327,8 @@ class Trainer:
         for round_ in range(rounds):
             past = Network(self.network.config, self.network.features, self.network.globals_)
             if not round_ and self.settings.start:
-                past.load_tensors(_start_policy(self.settings).tensors)
+                start = starting.policy_of(self.settings)
+                past.load_tensors(starting.tensors_of(start, self.settings))
             elif round_:
                 path = self.folder.checkpoint_of(round_ - 1)
                 past.load_tensors(checkpoint.read(path)[1])
@@ -584,14 +591,3 @@ def _digest(file: Path) -> str:
         return sha256(file.read_bytes()).hexdigest()
     except OSError as error:
         raise TailraceError(f"cannot read {file}: {error.strerror or error}") from None
-
-
-def _start_policy(settings: TrainSettings) -> LearnedPolicy:
-    """Return the policy a run starts from."""
-    policy = registry.get(settings.start)
-    if not isinstance(policy, LearnedPolicy):
-        raise TailraceError(
-            f"training can start from a trained policy only, and {settings.start} is none; "
-            "name `tailrace` or a .tailrace file"
-        )
-    return policy

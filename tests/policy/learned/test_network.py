@@ -228,6 +228,39 @@ def test_the_normaliser_leaves_masked_replicas_out() -> None:
     assert not made.replica_norm.mean.any()
 
 
+@each_variant
+def test_features_that_vary_for_the_first_time_are_normalised_and_begin_without_weight(
+    variant: str,
+) -> None:
+    made = network(variant)
+    made.replica_norm.var[2], made.request_norm.var[1] = 1e-4, 0.0
+    made.replica_norm.mean[2], made.request_norm.mean[1] = 3.0, 0.0
+    x, g, mask, prior = batch(6, 4)
+    x[..., 2], g[:, 1] = 3.0, 0.0
+    before, _ = made(x, g, mask, prior)
+    kept = made.replica_norm.mean.clone()
+    made.learn_new_norms(5 + 2 * torch.randn(4000, F), 1 + torch.randn(4000, G))
+    assert made.replica_norm.mean[2] == pytest.approx(5, abs=0.2)
+    assert made.replica_norm.var[2] == pytest.approx(4, rel=0.1)
+    assert made.request_norm.mean[1] == pytest.approx(1, abs=0.1)
+    kept[2] = made.replica_norm.mean[2]
+    assert (made.replica_norm.mean == kept).all()
+    torch.testing.assert_close(made(x, g, mask, prior)[0], before)
+    x[..., 2], g[:, 1] = 9.0, 4.0  # far from what it knew: no influence before it is learnt
+    torch.testing.assert_close(made(x, g, mask, prior)[0], before)
+
+
+def test_a_feature_that_still_does_not_vary_is_left_alone() -> None:
+    made = network()
+    made.replica_norm.var[2] = 1e-4
+    weight = made.actor.input.weight.detach().clone()
+    rows = torch.randn(100, F)
+    rows[:, 2] = 7.0
+    made.learn_new_norms(rows, torch.randn(100, G))
+    assert (made.actor.input.weight == weight).all()
+    assert made.replica_norm.var[2] == pytest.approx(1e-4)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

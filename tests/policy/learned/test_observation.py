@@ -101,6 +101,11 @@ MADE_OF = {
     "ttft_to_slo": "queued_uncached",
     "decode": "context_tokens",
     "speed": "prefill_tokens_per_s",
+    "queued_s": "queued_uncached",
+    "own_s": "cached_tokens",
+    "saved_s": "cached_tokens",
+    "prefill_load": "recent_work",
+    "room": "capacity_tokens",
 }
 
 
@@ -246,6 +251,51 @@ def test_time_of_a_decode_iteration() -> None:
     view = make_view(2, in_flight=[4, 500], speed=[1.0, 2.0])
     # 10 + 0.5 ms; a full batch of 64 at twice the speed: (10 + 6.4) / 2 ms
     assert replica("decode", view) == pytest.approx(np.log1p([1.05, 0.82]))
+
+
+def test_seconds_of_prefill_count_attention() -> None:
+    """10 000 tokens/s, and 1e-5 ms for every pair of tokens: a prompt of 1000 takes 0.1 + 0.005."""
+    view = make_view(
+        3,
+        costs=[CostModel(base_ms=10.0, per_token_ms=0.1, per_prefill_ms=1e-5)] * 3,
+        cached_tokens=[0, 600, 0],
+        speed=[1.0, 1.0, 2.0],
+        queued=[0, 2, 0],
+        queued_tokens=[0, 4000, 0],
+        queued_uncached=[0, 2000, 0],
+    )
+    assert replica("own_s", view) == pytest.approx(np.log1p([1.05, 0.432, 1.025]))
+    assert replica("saved_s", view) == pytest.approx([0, np.log1p(0.618), 0], rel=1e-5)
+    assert replica("saved_s_vs_best", view) == pytest.approx(
+        [-np.log1p(0.618), 0, -np.log1p(0.618)], rel=1e-5
+    )
+    # Two of 2000 tokens, half of each cached: 2 x (0.1 + 1e-8 x (4e6 - 1e6) / 2)
+    assert replica("queued_s", view) == pytest.approx([0, np.log1p(2.3), 0], rel=1e-5)
+    assert request("best_saved_s", view) == pytest.approx(np.log1p(0.618), rel=1e-5)
+    assert request("least_own_s", view) == pytest.approx(np.log1p(0.432), rel=1e-5)
+
+
+def test_load_by_prefills_and_room_in_memory() -> None:
+    view = make_view(2, recent_work=[0.0, 900_000.0], capacity_tokens=[8000, 500])
+    assert replica("prefill_load", view) == pytest.approx([0, np.log1p(0.5)])
+    assert request("mean_prefill_load", view) == pytest.approx(np.log1p(0.5) / 2)
+    assert replica("room", view) == pytest.approx(np.log([8.0, 0.5]))
+
+
+def test_what_is_scaled_by_speed_and_memory_tells_huge_queues_apart() -> None:
+    """Tokens by themselves are cut off at 1.4 million."""
+    view = make_view(
+        2,
+        {"prompt_tokens": 400_000},
+        queued=[4, 16],
+        queued_tokens=[1_600_000, 6_400_000],
+        queued_uncached=[1_600_000, 6_400_000],
+        prefill_tokens_per_s=100_000.0,
+        capacity_tokens=16_000_000,
+    )
+    same, apart = replica("queued_uncached", view), replica("queued_s", view)
+    assert same.tolist() == [LIMIT, LIMIT]
+    assert LIMIT > apart[1] > apart[0] + 1
 
 
 # ---- moving averages ----------------------------------------------------------------------------

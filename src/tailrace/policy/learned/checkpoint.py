@@ -154,7 +154,10 @@ def _config(path: Path, about: Mapping[str, Any]) -> NetworkConfig:
 def _with_new_features(
     path: Path, about: dict[str, Any], tensors: dict[str, NDArray[np.float32]]
 ) -> tuple[dict[str, Any], dict[str, NDArray[np.float32]]]:
-    """Give features that are newer than the file the weight 0, and add them to ``ignore``."""
+    """Give features that are newer than the file the weight 0, and add them to ``ignore``.
+
+    The description lists them as ``newer``.
+    """
     _check_schema(path, about["schema"])
     known = {
         part: np.array([feature in about["schema"][part] for feature in features])
@@ -180,7 +183,7 @@ def _with_new_features(
     names = [name for features in schema().values() for name, _ in features]
     new = [name for name, is_known in zip(names, both, strict=True) if not is_known]
     network = about["network"] | {"ignore": [*about["network"].get("ignore", ()), *new]}
-    return about | {"schema": schema(), "network": network}, tensors
+    return about | {"schema": schema(), "network": network, "newer": new}, tensors
 
 
 def _check_schema(path: Path, found: Mapping[str, list[list[str]]]) -> None:

@@ -148,6 +148,26 @@ class Network(nn.Module):
         self.request_norm.update(request_obs)
         self._hide_ignored()
 
+    @torch.no_grad()
+    def learn_new_norms(self, replicas: Tensor, requests: Tensor) -> None:
+        """Normalise features that vary for the first time by observations [K, F] and [B, G].
+
+        Their weights become 0: those of a feature that never varied are chance, multiplied by the
+        small deviation. Decisions stay as they were where such a feature is as it always was.
+        """
+        parts = (
+            (self.replica_norm, replicas, 0),
+            (self.request_norm, requests, self.features),
+        )
+        for norm, values, first in parts:
+            var, mean = torch.var_mean(values.double(), dim=0, correction=0)
+            new = (norm.var < STD_FLOOR**2) & (var >= STD_FLOOR**2)
+            norm.var[new], norm.mean[new] = var[new].float(), mean[new].float()
+            for trunk in (self.actor, self.critic):
+                if trunk is not None:
+                    trunk.input.weight[:, first : first + new.numel()][:, new] = 0.0
+        self._hide_ignored()
+
     def _hide_ignored(self) -> None:
         """Give ignored features a variance so large that they normalise to nothing."""
         for name in self.config.ignore:

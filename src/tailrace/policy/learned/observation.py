@@ -21,9 +21,9 @@ import numpy as np
 from tailrace.compiled import inner, jit, positions, vectorised
 from tailrace.policy.learned.logarithm import log
 from tailrace.policy.rules import quantities
-from tailrace.policy.rules.predicted import predicted_ttft
+from tailrace.policy.rules.predicted import predicted_ttft, prefill_s, queued_prefill_s
 from tailrace.view.cost_model import token_ms
-from tailrace.view.records import HISTORY_S
+from tailrace.view.records import HISTORY_S, RECENT_WORK_S
 
 LIMIT = 10.0
 #: Units of the logarithms: quantities well below one unit are shown close to zero.
@@ -141,6 +141,21 @@ _OWN = (
         "duration of an iteration that decodes all in flight",
     ),
     Feature("speed", "tokens/s", "log(x/10000)", "cost model", "prefill throughput when idle"),
+    Feature("queued_s", "s", _LOG_SECONDS, "cost model", "to compute the prompts of the queued"),
+    Feature(
+        "own_s", "s", _LOG_SECONDS, "cost model", "to compute the uncached part, with attention"
+    ),
+    Feature("saved_s", "s", _LOG_SECONDS, "cost model", "saved by what is believed cached here"),
+    Feature(
+        "prefill_load",
+        "share",
+        _LOG,
+        "cost model",
+        f"time to compute recent_work / {RECENT_WORK_S:g} s",
+    ),
+    Feature(
+        "room", "ratio", "log(x)", "configuration", "prompts like this one its KV memory holds"
+    ),
 )
 
 #: Also shown as the difference from the mean over the available replicas.
@@ -161,6 +176,10 @@ _COMPARED = (
     "ttft",
     "decode",
     "speed",
+    "queued_s",
+    "own_s",
+    "saved_s",
+    "prefill_load",
 )
 
 
@@ -182,6 +201,13 @@ REPLICA_FEATURES = (
     Feature("ttft_vs_best", "s", f"{_LOG_SECONDS}, minus the least", "cost model", "ttft - least"),
     Feature(
         "cached_share_vs_best", "share", "x, minus the largest", "prefix index", "share - largest"
+    ),
+    Feature(
+        "saved_s_vs_best",
+        "s",
+        f"{_LOG_SECONDS}, minus the largest",
+        "cost model",
+        "saved_s - largest",
     ),
 )
 
@@ -225,6 +251,9 @@ REQUEST_FEATURES = (
     Feature(
         "cached_replicas", "share", "x", "prefix index", "share of replicas with any of it cached"
     ),
+    Feature("best_saved_s", "s", _LOG_SECONDS, "cost model", "largest saved_s"),
+    Feature("least_own_s", "s", _LOG_SECONDS, "cost model", "least own_s"),
+    Feature("mean_prefill_load", "share", _LOG, "cost model", "mean of prefill_load, as shown"),
 )
 
 N_REPLICA_FEATURES = len(REPLICA_FEATURES)
@@ -320,6 +349,13 @@ def _show_replica(view, i, is_last, row):
     row[COLUMN.ttft_to_slo] = max(1e-9, ttft) / max(1e-9, request["ttft_slo_s"])
     row[COLUMN.decode] = _decode_s(view, i)
     row[COLUMN.speed] = max(1e-9, replica["prefill_tokens_per_s"])
+    prompt, cached = float(request["prompt_tokens"]), float(replica["cached_tokens"])
+    row[COLUMN.queued_s] = queued_prefill_s(view, i)
+    row[COLUMN.own_s] = prefill_s(view, i, cached, prompt)
+    row[COLUMN.saved_s] = prefill_s(view, i, 0.0, cached)
+    busy_s = quantities.recent_work(view, i) / max(1e-9, replica["prefill_tokens_per_s"])
+    row[COLUMN.prefill_load] = busy_s / RECENT_WORK_S
+    row[COLUMN.room] = capacity / max(1.0, prompt)
 
 
 @vectorised
@@ -366,11 +402,12 @@ def _compare(replicas, replica_obs):
         mean = np.float32(_mean(replicas, replica_obs, _SOURCE[k]))
         for i in range(replicas.size):
             replica_obs[i, _FIRST_COMPARED + k] = replica_obs[i, _SOURCE[k]] - mean
-    least, largest = _best(replicas, replica_obs)
+    least, largest, most_saved, _ = _best(replicas, replica_obs)
     for i in range(replicas.size):
         replica_obs[i, COLUMN.ttft_vs_best] = replica_obs[i, COLUMN.ttft] - least
         share = replica_obs[i, COLUMN.cached_share]
         replica_obs[i, COLUMN.cached_share_vs_best] = share - largest
+        replica_obs[i, COLUMN.saved_s_vs_best] = replica_obs[i, COLUMN.saved_s] - most_saved
 
 
 @inner
@@ -386,14 +423,19 @@ def _mean(replicas, replica_obs, column):
 
 @inner
 def _best(replicas, replica_obs):
-    """Least ttft and largest cached share, as shown, over the available; 0 without any."""
+    """Least ttft, largest cached share, most saved_s and least own_s, as shown; 0 without any."""
     least, largest, any_available = np.inf, 0.0, False
+    most_saved, least_own = 0.0, np.inf
     for i in range(replicas.size):
         if replicas[i]["available"] != 0:
             any_available = True
             least = min(least, replica_obs[i, COLUMN.ttft])
             largest = max(largest, replica_obs[i, COLUMN.cached_share])
-    return (least if any_available else 0.0), largest
+            most_saved = max(most_saved, replica_obs[i, COLUMN.saved_s])
+            least_own = min(least_own, replica_obs[i, COLUMN.own_s])
+    if not any_available:
+        return 0.0, 0.0, 0.0, 0.0
+    return least, largest, most_saved, least_own
 
 
 @inner
@@ -423,7 +465,7 @@ def _show_cluster(view, replica_obs, out):
             uncached_squares += tokens * tokens / count
             squares += float(replicas[i]["in_flight"]) ** 2 / count
             cached += (replicas[i]["cached_tokens"] > 0) / count
-    best_ttft, best_share = _best(replicas, replica_obs)
+    best_ttft, best_share, most_saved, least_own = _best(replicas, replica_obs)
     rate = view.router["recent_arrivals"] / max(1.0, view.router["watched_s"])
     out[REQUEST_COLUMN.replicas] = _log(count, 1.0)
     out[REQUEST_COLUMN.arrival_rate] = _log(rate / max(1, count), 1.0)
@@ -436,6 +478,9 @@ def _show_cluster(view, replica_obs, out):
     out[REQUEST_COLUMN.best_ttft] = best_ttft
     out[REQUEST_COLUMN.best_cached_share] = best_share
     out[REQUEST_COLUMN.cached_replicas] = cached
+    out[REQUEST_COLUMN.best_saved_s] = most_saved
+    out[REQUEST_COLUMN.least_own_s] = least_own
+    out[REQUEST_COLUMN.mean_prefill_load] = _mean(replicas, replica_obs, COLUMN.prefill_load)
 
 
 @inner

@@ -55,6 +55,29 @@ def _prefill_work(view, i):
 
 
 @inner
+def prefill_s(view, i, first, last):
+    """Seconds in which replica ``i`` computes the tokens ``first`` to ``last`` of a prompt.
+
+    With attention to all tokens before them, which long prompts spend most of the time on.
+    """
+    replica = view.replicas[i]
+    linear = (last - first) / max(1e-9, replica["prefill_tokens_per_s"])
+    attention = view.costs[i]["per_prefill_ms"] * 0.5 * (last * last - first * first)
+    return linear + attention / replica["speed"] * 1e-3
+
+
+@inner
+def queued_prefill_s(view, i):
+    """Seconds in which replica ``i`` computes the prompts that wait there, as if equally long."""
+    replica = view.replicas[i]
+    if replica["queued"] <= 0:
+        return 0.0
+    prompt = float(replica["queued_tokens"]) / replica["queued"]
+    cached = prompt - float(replica["queued_uncached"]) / replica["queued"]
+    return replica["queued"] * prefill_s(view, i, cached, prompt)
+
+
+@inner
 def least_predicted_ttft(view, _params, scores):
     """Earliest predicted first token."""
     for i in range(scores.size):

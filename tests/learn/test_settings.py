@@ -143,16 +143,20 @@ def test_method_goes_on_working_with_a_warning(given, advantage, objective):
 
 def test_presets_are_sound_and_named():
     assert s.preset_names() == [
-        "finetune", "full", "polish", "ppo", "ppo-scratch", "ppo-vidur", "quick", "tail",
-        "wide",
+        "finetune", "full", "polish", "ppo", "ppo-scratch", "ppo-vidur", "quick", "recorded",
+        "tail", "wide",
     ]  # fmt: skip
     for name in s.preset_names():
-        own = {"start": "tailrace"} if name in ("finetune", "polish", "tail", "wide") else {}
+        own = (
+            {"start": "tailrace"}
+            if name in ("finetune", "polish", "recorded", "tail", "wide")
+            else {}
+        )
         if name == "finetune":
             own["scenarios"] = ["demo"]
         preset = s.build(s.read(name), own)
         assert preset.name == name
-        assert preset.steps >= 10
+        assert preset.steps >= 6
     assert len(s.build(s.read("quick")).scenarios) == 5
     with pytest.raises(TailraceError, match="unknown preset 'quik'; did you mean quick"):
         s.read("quik")

@@ -20,6 +20,7 @@ EXAMPLES = frozenset(
         *("results.json", "settings.json", "health.json", "best.json", "suites/best.json"),
         "baselines.json",
         "assessment.json",
+        "autopilot.json",
         "assessment/assessment.html",
         *("past.toml", "recent.toml", "report.html", "requests.csv", "meta.json"),
     }

@@ -56,6 +56,7 @@ LAYERS = (
     ("picker",),
     ("router.workers",),
     ("assess",),
+    ("autopilot",),
     ("integrations",),
     ("terminal",),
     ("report",),

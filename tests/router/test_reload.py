@@ -568,3 +568,44 @@ def test_a_worker_that_cannot_take_over_a_change_is_reported(tmp_path: Path) -> 
             await backend.kill()
 
     run(test())
+
+
+# ---- roles of policies --------------------------------------------------------------------------
+
+
+def test_roles_are_given_by_a_call_vetoed_and_given_back() -> None:
+    async def main() -> None:
+        async with running(2) as (w, file):
+            own = file.read().routing.policy
+            status, roles = await admin(w, "GET /routing")
+            assert (status, roles["policy"], roles["settings_policy"]) == (200, own, own)
+            given = {"policy": "random", "canary": "lmetric", "canary_share": 0.25,
+                     "canary_block_s": 5.0, "shadow": "load_aware"}  # fmt: skip
+            status, roles = await admin(w, "POST /routing", given)
+            assert (status, {k: roles[k] for k in given}) == (200, given)
+            assert (await admin(w, "GET /status"))[1]["canary"]["block_s"] == 5.0
+            assert await asked(w)
+            # A reload changes them only if it changes the settings' own.
+            assert (await admin(w, "POST /reload"))[0] == 200
+            assert (await admin(w, "GET /routing"))[1]["policy"] == "random"
+            status, roles = await admin(w, "POST /autopilot/veto")
+            assert (status, roles["policy"], roles["canary"]) == (200, own, "")
+            assert roles["vetoed"] == ["lmetric", "load_aware", "random"]
+            status, why = await admin(w, "POST /routing", {"shadow": "lmetric"})
+            assert (status, "was vetoed" in why["error"]["message"]) == (400, True)
+            assert (await admin(w, "POST /autopilot/veto"))[0] == 400
+            assert (await admin(w, "POST /autopilot/resume"))[1]["vetoed"] == []
+            for body, code in ((["lmetric"], 200), ({"a": 1}, 400)):
+                assert (await admin(w, "POST /autopilot/veto", body))[0] == code
+            assert (await admin(w, "POST /routing", {"policy": "lmetric"}))[0] == 400
+            assert (await admin(w, "POST /autopilot/resume"))[0] == 200
+            assert (await admin(w, "POST /routing", {"policy": "random"}))[0] == 200
+            file.settings["routing"] = {"policy": "lmetric"}
+            assert (await admin(w, "POST /reload"))[0] == 200
+            assert (await admin(w, "GET /routing"))[1]["policy"] == "lmetric"
+            for wrong in ({"policy": "nonsense"}, {"nonsense": 1}, {"canary_share": 2}):
+                assert (await admin(w, "POST /routing", wrong))[0] == 400
+            assert (await admin(w, "GET /routing"))[1]["policy"] == "lmetric"
+            assert await asked(w)
+
+    run(main())

@@ -1,6 +1,9 @@
 """From live traffic through the decision log to a request table."""
 
+import gzip
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from tailrace.errors import TailraceError
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.observe.decision_log import DecisionLog, DecisionLogSettings
 from tailrace.router.state.attempt import Attempt
-from tailrace.workload import traces
+from tailrace.workload import decision_log, traces
 from tailrace.workload.prefix import repeated_tokens
 
 SYSTEM = "".join(chr(97 + i * i % 26) for i in range(4096))
@@ -176,6 +179,34 @@ def test_what_is_wrong_with_a_log_is_said(tmp_path: Path, lines: list[str], mess
     path.write_text("\n".join(['{"tailrace":"decisions","format":1}', *lines]) + "\n")
     with pytest.raises(TailraceError, match=message):
         traces.read(path)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_the_end_of_a_log_is_read_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compressed: bool
+) -> None:
+    monkeypatch.setattr(decision_log, "_STRIDE", 2000)
+    live = Live(tmp_path)
+    for k in range(200):
+        live.play(chat(f"{k} " * 40), float(k), 5, lasts_s=1.0 + k % 7)
+    live.log.close()
+    (file,) = decision_log.files(tmp_path)
+    os.utime(file, (time.time() + 1000, time.time() + 1000))
+    if compressed:
+        data = file.read_bytes()
+        file.unlink()
+        (tmp_path / f"{file.name}.gz").write_bytes(gzip.compress(data))
+    whole = decision_log.answered(tmp_path)
+    since = whole.requests[150].line.arrived
+    found = decision_log.answered(tmp_path, since=since)
+    assert [r.line for r in found.requests] == [r.line for r in whole.requests[150:]]
+    if not compressed:
+        # What was written before is not even looked at but for one stride.
+        assert found.requests[0].number < 60
+    last = decision_log.answered(tmp_path, since=since, most=10)
+    assert [r.line for r in last.requests] == [r.line for r in whole.requests[190:]]
+    with pytest.raises(TailraceError, match="no answered requests of that time"):
+        decision_log.answered(tmp_path, since=since + 10_000)
 
 
 def test_half_a_last_line_is_what_a_killed_router_leaves(tmp_path: Path) -> None:

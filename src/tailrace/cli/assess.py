@@ -32,6 +32,10 @@ PRESENT = "least_outstanding"
     "`tailrace workload import`), instead of recording.",
 )  # fmt: skip
 @option(
+    "--since", metavar="DURATION",
+    help="Only the requests of the decision log that arrived in the last 24h, 90m, 7d ...",
+)  # fmt: skip
+@option(
     "--present", metavar="NAME", shell_complete=names.policies,
     help=f"The rule you route with now. [default: the log's; without a log {PRESENT}]",
 )  # fmt: skip
@@ -78,6 +82,7 @@ PRESENT = "least_outstanding"
 def command(
     urls: tuple[str, ...],
     log: Path | None,
+    since: str | None,
     present: str | None,
     policies: tuple[str, ...],
     config: Path | None,
@@ -99,6 +104,11 @@ def command(
             "give the addresses of your servers, or --log with a decision log or a trace"
         )
     _check(urls, settings)
+    since_s = 0.0
+    if since is not None:
+        if log is None:
+            raise TailraceError("--since chooses from a decision log; give --log")
+        since_s = time.time() - options.duration_s("--since", since)
     console.need("jinja2", extra="report", what="the page of an assessment")
     given = options.take_flags(settings)
     known = parse(Replica, {field: value for (_, field), value in given.items()})
@@ -122,9 +132,11 @@ def command(
     assert log is not None
     traffic: RecordedTraffic | RequestTable
     if logs.is_recorded(log):
-        traffic = logs.read(log)
+        traffic = logs.read(log, since=since_s)
         table = traffic.table
     else:
+        if since is not None:
+            raise TailraceError(f"--since needs the times of a decision log, and {log} is none")
         trace = traces.read(log)
         if not trace.has_arrivals:
             raise TailraceError(f"{log} has no arrival times to replay")
@@ -164,7 +176,8 @@ def command(
     page = out / "assessment.html"
     data = as_json(found, line, page)
     write_text(out / "assessment.json", dumps(data) + "\n")
-    again = shlex.join(["tailrace", "assess", "--log", str(log), "-o", str(out)])
+    window = [] if since is None else ["--since", since]
+    again = shlex.join(["tailrace", "assess", "--log", str(log), *window, "-o", str(out)])
     write_text(page, render_assessment(found, line, again))
     console.show(data, lambda screen: print_assessment(screen, found, line, page))
 

@@ -449,3 +449,19 @@ def assignment(text: str) -> tuple[str, Any]:
         return key.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
         return key.strip(), value.strip()
+
+
+#: Seconds of each unit of a duration.
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def duration_s(name: str, text: str) -> float:
+    """Read the value of an option such as 24h, 90m, 30s or 7d; return it in s."""
+    number, unit = text[:-1], text[-1:]
+    try:
+        seconds = float(number) * _UNITS_S[unit]
+    except (ValueError, KeyError):
+        seconds = 0.0
+    if not 0.0 < seconds < 1e9:
+        raise TailraceError(f"{name} must be a duration such as 24h, 90m or 7d, got '{text}'")
+    return seconds

@@ -53,6 +53,11 @@ def router_options(who: str, listen: str) -> Callable[[F], F]:
             "[default: 1]",
         ),
         option(
+            "--autopilot", type=click.Choice(["off", "suggest", "act"]),
+            help="Find the best policy for the present traffic, and say so (suggest) or put it in "
+            "charge once it has proven better (act). Needs decisions.folder. [default: off]",
+        ),
+        option(
             "--cluster", type=FILE,
             help="What kind of servers they are, in the order of --backend "
             "(see `tailrace calibrate`).",
@@ -121,32 +126,51 @@ def _serve(
     """Serve; ``reap`` returns None as long as a helper process runs, and collects it after."""
     import uvloop
 
+    from tailrace.router.autopilot_process import AutopilotProcess
+
+    autopilot = AutopilotProcess(settings)
+
+    def idle() -> None:
+        reap()
+        autopilot.watch()
+
     if settings.processes > 1 and not check:
         from tailrace.router.workers.worker import serve_several
 
-        return serve_several(
-            settings, read, lambda at: _announce_several(at, shown), _warn, reap, make=make
-        )
+        def started_several(at: "ServeSettings") -> None:
+            _announce_several(at, shown)
+            autopilot.start(None if at.admin.listen == "off" else address(at.admin.listen))
+
+        try:
+            return serve_several(settings, read, started_several, _warn, idle, make=make)
+        finally:
+            autopilot.stop()
     router = make(settings, load=read)
 
-    async def collect_helper() -> None:
-        while reap() is None:
+    def started() -> None:
+        _announce(router, shown)
+        autopilot.start(router.admin_at)
+
+    async def look_after_helpers() -> None:
+        while True:
+            idle()
             await asyncio.sleep(1.0)
 
     async def main() -> int:
-        collecting = asyncio.create_task(collect_helper())
+        looking = asyncio.create_task(look_after_helpers())
         try:
             failing = await router.probe()
             for backend, why in failing:
                 _warn(backend.settings.url, why)
             if not check:
-                return await router.run(lambda: _announce(router, shown))
+                return await router.run(started)
             size = len(router.backends.present)
             click.echo(f"{size - len(failing)} of {size} backends answer")
             await _check_priorities(router, {backend for backend, _ in failing})
             return 1 if failing else 0
         finally:
-            collecting.cancel()
+            looking.cancel()
+            autopilot.stop()
             await router.stop()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -234,6 +258,8 @@ def given_settings(given: dict[str, Any]) -> dict[str, Any]:
         data["admin"] = {"listen": given["admin"]}
     if given.get("processes"):
         data["processes"] = given["processes"]
+    if given["autopilot"]:
+        data["autopilot"] = {"mode": given["autopilot"]}
     if given["max_in_flight"]:
         data["admission"] = {"max_in_flight": given["max_in_flight"]}
     if given["log_level"]:

@@ -102,8 +102,12 @@ def is_recorded(path: Path) -> bool:
         raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
 
 
-def read(path: Path) -> RecordedTraffic:
-    """Read a decision log or a recording of a server, a file or a folder, with its times."""
+def read(path: Path, *, since: float = 0.0, most: int | None = None) -> RecordedTraffic:
+    """Read a decision log or a recording of a server, a file or a folder, with its times.
+
+    Of a decision log, only requests that arrived at Unix time ``since`` or later, and of those the
+    last ``most``.
+    """
     if not is_recorded(path):
         raise TailraceError(
             f"{path} is no decision log; `tailrace serve --set decisions.folder=DIR` writes one. A "
@@ -111,32 +115,39 @@ def read(path: Path) -> RecordedTraffic:
             f"{', '.join(server_recording.NAMES[k][0] for k in server_recording.REQUIRED)}"
         )
     if server_recording.is_recording(path):
+        if since:
+            raise TailraceError(f"{path} has no times of day to choose from")
         return _of_server(server_recording.read(path))
-    trace = traces.read(path)
-    answered: dict[str, tuple[str, dict[str, Any]]] = {}
-    for where, _, data in decision_log.records(path):
-        # The same choice and order as in decisionlog.read: the last good attempt of a request.
-        if data.get("outcome") == "done" and data.get("output_tokens"):
-            answered[str(data["id"])] = (where, data)
-    chosen = sorted(answered.values(), key=lambda item: item[1]["arrived"])
+    try:
+        return of_answered(decision_log.answered(path, since=since, most=most))
+    except OSError as error:
+        raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+def of_answered(found: decision_log.Answered) -> RecordedTraffic:
+    """Return completed requests of a decision log with what became of them."""
+    chosen = found.requests
     outcomes = np.zeros(len(chosen), OUTCOME)
     outcomes["scheduled_s"] = np.nan
-    numbers = _Numbers(data.get("replica") for _, data in chosen)
-    start_s = float(chosen[0][1]["arrived"])
-    for row, (where, data) in zip(outcomes, chosen, strict=True):
+    numbers = _Numbers(request.outcome["replica"] for request in chosen)
+    start_s = chosen[0].line.arrived
+    for row, request in zip(outcomes, chosen, strict=True):
+        where, data = request.where, request.outcome
         for name, key in (
             ("arrived_s", "arrived"), ("sent_s", "sent"), ("first_s", "first"), ("last_s", "last")
         ):  # fmt: skip
             row[name] = checked_number(where, data, key, -np.inf, np.inf) - start_s
         row["replica"] = numbers.of(checked_number(where, data, "replica", -np.inf, np.inf), data)
-        cached = data.get("cached_reported")
+        cached = data["cached_reported"]
         row["cached_tokens"] = cached if isinstance(cached, int) else -1
-        row["is_estimated"] = bool(data.get("estimated"))
+        row["is_estimated"] = bool(data["estimated"])
         if not row["sent_s"] < row["first_s"] <= row["last_s"] or row["replica"] < 0:
             raise TailraceError(f"{where}: the times of the request are not in order")
-    policies = Counter(str(data.get("policy")) for _, data in chosen)
+    policies = Counter(str(request.outcome["policy"]) for request in chosen)
     names = tuple(name for name, _ in policies.most_common())
-    return RecordedTraffic(trace.table, outcomes, names, trace.skipped, numbers.names())
+    table = decision_log.imported(found).table
+    table.validate()
+    return RecordedTraffic(table, outcomes, names, found.skipped, numbers.names())
 
 
 def _of_server(recording: server_recording.ServerRecording) -> RecordedTraffic:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from tailrace.config import MAX_REPLICAS, Settings, parse
 from tailrace.errors import TailraceError
+from tailrace.router.decide.chooser import ChooserSettings
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
 
@@ -24,7 +25,7 @@ from tailrace.router.settings import BackendSettings
 FIXED = (
     "listen", "processes", "share_port", "tokenizer", "tokens.source", "decisions.folder",
     "admin.listen", "admin.token_env", "tls", "admin.tls",
-    "discovery", "tracing", "limits.connect_s", "log.level",
+    "discovery", "tracing", "limits.connect_s", "log.level", "autopilot",
 )  # fmt: skip
 _PREFIX = "configuration-"
 #: Earlier versions that are kept, so that a worker that is behind cannot publish one of them.
@@ -59,6 +60,10 @@ class Configuration(Settings):
     """URLs of found backends that are about to end, and get no more requests."""
     slots: tuple[BackendSlot, ...] = ()
     """Backends by number."""
+    routing: ChooserSettings | None = None
+    """How replicas are chosen, by an admin call; None: as the settings say."""
+    vetoed: tuple[str, ...] = ()
+    """Policies that admin calls may not put in any role, because an operator said so."""
 
     @classmethod
     def first(cls, settings: ServeSettings) -> Self:
@@ -86,22 +91,25 @@ class Configuration(Settings):
     @property
     def effective(self) -> ServeSettings:
         """The settings with what admin calls have changed."""
-        return self.settings.model_copy(update={"backends": self.backends})
+        routing = self.settings.routing if self.routing is None else self.routing
+        return self.settings.model_copy(update={"backends": self.backends, "routing": routing})
 
     # Changes. Each returns the next version without its slots, see ``placed``.
 
     def reloaded(self, settings: ServeSettings) -> tuple["Configuration", list[str]]:
         """Go by other settings; return also those that have changed but need a restart.
 
-        Only what the settings change about the backends is changed: those that admin calls have
-        added, removed or drained stay so.
+        Only what the settings change is changed: backends that admin calls have added, removed or
+        drained stay so, and roles that they gave to policies until `routing` is changed.
         """
+        routing = self.routing if settings.routing == self.settings.routing else None
         settings, fixed = _keep_fixed(self.settings, settings)
         urls = [b.url for b in (*settings.backends, *self.found)]
         new = self._next(
             settings=settings,
             added=tuple(b for b in self.added if b.url not in urls or b.url in self.removed),
             removed=tuple(url for url in self.removed if url in urls),
+            routing=routing,
         )
         return new, fixed
 
@@ -144,6 +152,31 @@ class Configuration(Settings):
             leaving=tuple(b.url for b in kept if b.url in leaving),
             removed=tuple(url for url in self.removed if url not in gone),
         )
+
+    def with_routing(self, changes: dict[str, Any]) -> "Configuration":
+        """Give policies other roles; what ``changes`` does not name is as the settings say."""
+        routing = parse(ChooserSettings, _plain(self.settings.routing) | changes)
+        for policy in (routing.policy, routing.canary, routing.shadow):
+            if policy in self.vetoed:
+                raise TailraceError(f"policy {policy} was vetoed; POST /autopilot/resume allows it")
+        return self._next(routing=routing if changes else None)
+
+    def with_veto(self, policies: Sequence[str] = ()) -> "Configuration":
+        """Go back to the settings' policy; those that admin calls gave a role get none again.
+
+        ``policies``: others that get none.
+        """
+        if self.routing is None and policies:
+            return self._next(vetoed=tuple(dict.fromkeys((*self.vetoed, *policies))))
+        if self.routing is None:
+            raise TailraceError("there is nothing to veto: policies have the roles of the settings")
+        own, given = ({r.policy, r.canary, r.shadow} for r in (self.settings.routing, self.routing))
+        vetoed = dict.fromkeys((*self.vetoed, *policies, *sorted(given - own - {""})))
+        return self._next(routing=None, vetoed=tuple(vetoed))
+
+    def without_vetoes(self) -> "Configuration":
+        """Allow all policies again."""
+        return self._next(vetoed=())
 
     def _next(self, **changes: Any) -> "Configuration":
         new = self.model_copy(update={"version": self.version + 1, **changes})

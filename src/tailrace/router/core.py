@@ -30,6 +30,7 @@ from tailrace.router.discovery.found import FoundServer
 from tailrace.router.intake.tokens import TokenCounter
 from tailrace.router.listening import RouterListener
 from tailrace.router.observe import prometheus, status
+from tailrace.router.observe.autopilot_report import AutopilotReport
 from tailrace.router.observe.decision_log import DecisionLog, load_salt
 from tailrace.router.observe.events import EventSink
 from tailrace.router.observe.kv_streams import KvStreams
@@ -118,6 +119,7 @@ class RouterCore:
             configuration, settings, cluster, Chooser(cluster, settings.routing), room,
             self._retired, self.tls,
         )  # fmt: skip
+        self._autopilot = AutopilotReport(settings.autopilot_file)
         self.models = ModelCatalogue(self.backends, settings.models, clock)
         self.intake = self._new_intake(events or self.telemetry)
         self.scraper = Scraper(
@@ -213,12 +215,16 @@ class RouterCore:
             ("GET", "/status/history"): lambda: json(status.history(telemetry, snapshot())),
             ("GET", "/backends"): lambda: json([status.backend(b) for b in snapshot().present]),
             ("POST", "/backends"): TakesBody(
-                lambda body: json(self.add_backend(_backend_in(body)))
+                lambda body: json(self.add_backend(parse(BackendSettings, _object_in(body))))
             ),
             ("DELETE", "/backends/{backend}"): lambda which: json(self.remove_backend(which)),
             ("POST", "/backends/{backend}/drain"): lambda which: json(self.drain(which, True)),
             ("POST", "/backends/{backend}/undrain"): lambda which: json(self.drain(which, False)),
             ("POST", "/reload"): lambda: json(self.reload()),
+            ("GET", "/routing"): lambda: json(self._roles()),
+            ("POST", "/routing"): TakesBody(lambda body: json(self.set_routing(_object_in(body)))),
+            ("POST", "/autopilot/veto"): TakesBody(lambda body: json(self.veto(body))),
+            ("POST", "/autopilot/resume"): lambda: json(self._allow(Configuration.without_vetoes)),
         }
 
     def readiness(self) -> tuple[int, bytes]:
@@ -401,6 +407,43 @@ class RouterCore:
         except TailraceError as error:
             _log.error("not reloaded", extra={"why": str(error)})
 
+    def set_routing(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Give policies other roles until the settings' own change; none: as the settings say."""
+        return self._allow(lambda configuration: configuration.with_routing(changes))
+
+    def veto(self, body: bytes) -> dict[str, Any]:
+        """Go back to the settings' policy; ``body``: a JSON list of policies not to use, or none.
+
+        Policies that had a role by an admin call are not used again either.
+        """
+        try:
+            names = orjson.loads(body) if body.strip() else []
+        except orjson.JSONDecodeError:
+            names = None
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise TailraceError('the body must be a list of policies, e.g. ["random"], or empty')
+        return self._allow(lambda configuration: configuration.with_veto(names[:100]))
+
+    def _allow(self, change: Callable[[Configuration], Configuration]) -> dict[str, Any]:
+        """Change the roles of policies, or which may have one; return both."""
+        self._change(change)
+        found = self._roles()
+        _log.info("policies", extra=found)
+        return found
+
+    def _roles(self) -> dict[str, Any]:
+        """Return the roles of policies, the settings' own, and which policies may have none."""
+        routing, own = self.settings.routing, self.configuration.settings.routing
+        present = self.backends.present
+        return {
+            **{name: getattr(routing, name) for name in ("policy", "canary", "shadow")},
+            "canary_share": routing.canary_share,
+            "canary_block_s": routing.canary_block_s,
+            "settings_policy": own.policy,
+            "vetoed": self.configuration.vetoed,
+            "takes_priorities": all(backend.takes_priorities for backend in present),
+        }
+
     def add_backend(self, backend: BackendSettings) -> dict[str, Any]:
         """Add a backend; return its state."""
         self._change(lambda configuration: configuration.with_backend(backend))
@@ -540,6 +583,7 @@ class RouterCore:
             fallback=routing.fallback,
             canary=routing.canary,
             canary_share=routing.canary_share,
+            canary_block_s=routing.canary_block_s,
             shadow=routing.shadow,
             decisions=chooser.counts["decisions"],
             canary_decisions=chooser.counts["canary"],
@@ -551,6 +595,8 @@ class RouterCore:
             lengths_by_source=dict(counter.learned),
             bytes_per_token=counter.bytes_per_token(),
             tokenize_failures=self.intake.context.tokenize_probe.failed,
+            autopilot=self._autopilot.read(),
+            vetoed=self.configuration.vetoed,
         )
 
     # Background work.
@@ -623,15 +669,15 @@ def _by_number(configuration: Configuration, settings: ServeSettings) -> list[Ba
     return [present.get(s.url) or BackendSettings(url=s.url) for s in configuration.slots]
 
 
-def _backend_in(body: bytes) -> BackendSettings:
-    """Read the settings of a backend from the body of an admin request."""
+def _object_in(body: bytes) -> dict[str, Any]:
+    """Read a JSON object from the body of an admin request."""
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         raise TailraceError(f"the body is no JSON: {error}") from None
     if not isinstance(data, dict):
-        raise TailraceError('the body must be settings of a backend, e.g. {"url": "http://h:8000"}')
-    return parse(BackendSettings, data)
+        raise TailraceError('the body must be an object of settings, e.g. {"url": "http://h:8000"}')
+    return data
 
 
 def _report(task: "asyncio.Task[None]") -> None:

@@ -27,6 +27,7 @@ from tailrace.router.observe.tracing import TracingSettings
 from tailrace.router.settings import (
     AdminSettings,
     AdmissionSettings,
+    AutopilotSettings,
     BackendSettings,
     BackendTls,
     ClientSettings,
@@ -46,6 +47,8 @@ from tailrace.scenario import merged
 
 #: Name of the file that keeps what was learned of the servers' speed.
 SPEEDS_FILE = "servers.json"
+#: Name of the file that keeps what the autopilot is doing.
+AUTOPILOT_FILE = "autopilot.json"
 
 
 class ServeSettings(Settings):
@@ -85,6 +88,7 @@ class ServeSettings(Settings):
     health: HealthSettings = HealthSettings()
     admission: AdmissionSettings = AdmissionSettings()
     pick: PickSettings = PickSettings()
+    autopilot: AutopilotSettings = AutopilotSettings()
     log: LogSettings = LogSettings()
     tracing: TracingSettings = TracingSettings()
     lame_duck_s: float = Field(default=5.0, ge=0, le=3600, allow_inf_nan=False)
@@ -145,6 +149,23 @@ class ServeSettings(Settings):
         """File that keeps what was learned of the servers' speed; None: nothing is kept."""
         folder = self.decisions.folder
         return self.speeds.file or (None if folder is None else folder / SPEEDS_FILE)
+
+    @property
+    def autopilot_file(self) -> Path | None:
+        """File that keeps what the autopilot is doing; None: it is off."""
+        folder = self.decisions.folder
+        return None if self.autopilot.mode == "off" or folder is None else folder / AUTOPILOT_FILE
+
+    @model_validator(mode="after")
+    def _autopilot(self) -> Self:
+        if self.autopilot.mode != "off":
+            if self.decisions.folder is None:
+                raise ValueError("the autopilot learns from the decision log: set decisions.folder")
+            if self.admin.listen == "off":
+                raise ValueError("the autopilot uses the admin listener: admin.listen is off")
+            if self.admin.tls.certificate is not None:
+                raise ValueError("the autopilot uses the admin listener without TLS: see admin.tls")
+        return self
 
     @property
     def explains(self) -> bool:

@@ -7,7 +7,7 @@ anywhere but here, and no key is ever written here: only the name of the variabl
 import ipaddress
 import os
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -311,6 +311,54 @@ class AdmissionSettings(Settings):
     replace_priority: bool = False
     """Replace a `priority` in a client's body by the router's own when the policy orders; otherwise
     the server gets the client's, and such a request goes before all others there."""
+
+
+class AutopilotSettings(Settings):
+    """The autopilot: finds the best policy for the present traffic, and puts it in charge once live
+    requests have shown that it is better. It needs the decision log and the admin listener."""
+
+    mode: Literal["off", "suggest", "act"] = "off"
+    """off; suggest: only says on /status what it would do; act: also does it."""
+    policies: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
+    """Policies that may be put in charge; default: `tailrace` and every rule."""
+    every_s: float = Field(default=300.0, ge=1, le=86_400, allow_inf_nan=False)
+    """Pause between two rounds, s; longer if a round takes long, so that it uses a fifth of a core
+    at most."""
+    window_s: float = Field(default=3600.0, ge=10, le=86_400, allow_inf_nan=False)
+    """Traffic that is simulated in each round, s."""
+    requests: int = Field(default=80_000, ge=100, le=1_000_000)
+    """Maximum requests of that, the latest; bounds time and memory."""
+    least_gain: Share = 0.03
+    """A policy becomes a candidate if its simulated cost is lower by this share or more."""
+    max_error: Share = 0.25
+    """Nothing is changed while the simulated mean end-to-end time under the recorded decisions is
+    off by more than this share."""
+    alpha: float = Field(default=0.05, gt=0, lt=0.5, allow_inf_nan=False)
+    """Probability at most of putting a candidate in charge that is not better."""
+    margin: float = Field(default=0.0, ge=-0.5, le=1, allow_inf_nan=False)
+    """A candidate may cost this share more than the present policy and still take over."""
+    share: float = Field(default=0.2, gt=0, le=0.5, allow_inf_nan=False)
+    """Share of the time that a candidate gets until it takes over or is dismissed."""
+    block_s: float = Field(default=60.0, ge=1, le=3600, allow_inf_nan=False)
+    """Length of one of its turns, s."""
+    washout_s: float = Field(default=15.0, ge=0, le=1800, allow_inf_nan=False)
+    """Requests of the first seconds of each turn do not count, s."""
+    shadow_s: float = Field(default=300.0, ge=0, le=86_400, allow_inf_nan=False)
+    """How long a candidate only says what it would do, s."""
+    trial_s: float = Field(default=4 * 3600.0, ge=60, le=1e6, allow_inf_nan=False)
+    """A candidate that is neither better nor worse after so long is dismissed, s."""
+    guard_s: float = Field(default=4 * 3600.0, ge=0, le=1e6, allow_inf_nan=False)
+    """How long the former policy keeps turns, half as many, to take over again, s."""
+    rest_s: float = Field(default=6 * 3600.0, ge=0, le=1e7, allow_inf_nan=False)
+    """A candidate that was dismissed is not tried again for so long, s."""
+    attainment: Share = 0.99
+    """Share of requests within their targets for which `tailrace_replicas_wanted` is sized."""
+
+    @model_validator(mode="after")
+    def _washes_out(self) -> Self:
+        if self.washout_s > 0.5 * self.block_s:
+            raise ValueError("washout_s may be half of block_s at most")
+        return self
 
 
 class PickSettings(Settings):

@@ -202,6 +202,15 @@ class Simulation:
         else:
             self._run_python(policy, progress)
 
+    def run_some(self, policy: BuiltinPolicy, decisions: int) -> bool:
+        """Route at most so many requests with a built-in policy; return whether all are done.
+
+        Call it again, with the same policy or another one that takes over.
+        """
+        self._fleet.clusters["order"] = order_row(order_of(policy))
+        rule = (policy.rule.code, policy.params, policy.lowest_id_wins)
+        return self._is_over(kernel.run(self._fleet, self._tables, 0, *rule, decisions))
+
     def replay(self, replicas: NDArray[np.int64]) -> None:
         """Send every request to the replica recorded for it, ``replicas`` [R]."""
         while True:

@@ -10,6 +10,7 @@ import base64
 import binascii
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,10 @@ FORMAT = 1
 _MARK = b'"tailrace":"decisions"'
 _GZIP = b"\x1f\x8b"
 _HASH_BYTES = 8
+#: Outcomes that are the servers' fault.
+_FAILURES = ("backend_failed", "timeout")
+#: Bytes that are read in vain at most when only the end of a file is wanted.
+_STRIDE = 256 << 10
 
 
 class _Line(NamedTuple):
@@ -67,18 +72,69 @@ def files(folder: Path) -> list[Path]:
 
 def read(path: Path) -> Imported:
     """Read a decision log; rows are in the order in which requests arrived."""
-    done: dict[str, tuple[_Line, int]] = {}
-    unanswered: set[str] = set()
-    for where, number, data in records(path):
+    return imported(answered(path))
+
+
+class Answered(NamedTuple):
+    """Completed requests, each with its last good attempt, in the order of arrival."""
+
+    requests: "list[AnsweredRequest]"
+    skipped: int
+    """Requests that were not completed."""
+    lost: list[float]
+    """Unix times at which those of them arrived that servers failed."""
+
+
+class AnsweredRequest(NamedTuple):
+    """A completed request, and what became of it."""
+
+    line: _Line
+    number: int
+    where: str
+    """File and line, for errors."""
+    outcome: dict[str, Any]
+    """The fields of OUTCOME, as they stand in the log."""
+
+
+#: What the log says of how a request was served.
+OUTCOME = (
+    "arrived", "sent", "first", "last", "replica", "backend", "cached_reported", "estimated",
+    "policy", "shadow",
+)  # fmt: skip
+
+
+def answered(path: Path, *, since: float = 0.0, most: int | None = None) -> Answered:
+    """Read the completed requests of a log that arrived at Unix time ``since`` or later.
+
+    ``most``: only the last so many; no more than half as many again are held in memory.
+    """
+    done: dict[str, AnsweredRequest] = {}
+    unanswered: dict[str, float] = {}
+    for where, number, data in records(path, since):
         request = _text(where, data, "id")
         if data.get("outcome") != "done" or not data.get("output_tokens"):
-            unanswered.add(request)
-        else:
-            done[request] = (_line(where, request, data), number)
+            failed = data.get("outcome") in _FAILURES
+            unanswered[request] = _time(data, "arrived") if failed else math.nan
+            continue
+        outcome = {key: data.get(key) for key in OUTCOME}
+        done[request] = AnsweredRequest(_line(where, request, data), number, where, outcome)
+        if most is not None and len(done) > 1.5 * most:
+            done = {r.line.request: r for r in _by_arrival(done)[-most:]}
     if not done:
-        raise TailraceError(f"{path} has no answered requests")
-    chosen = sorted(done.values(), key=lambda item: item[0].arrived)
-    lines = [line for line, _ in chosen]
+        raise TailraceError(f"{path} has no answered requests" + " of that time" * (since > 0))
+    found = _by_arrival(done)
+    missing = [at for request, at in unanswered.items() if request not in done]
+    lost = sorted(at for at in missing if math.isfinite(at))
+    return Answered(found if most is None else found[-most:], len(missing), lost)
+
+
+def _by_arrival(done: dict[str, AnsweredRequest]) -> list[AnsweredRequest]:
+    return sorted(done.values(), key=lambda found: found.line.arrived)
+
+
+def imported(found: Answered) -> Imported:
+    """Return completed requests as a table."""
+    lines = [request.line for request in found.requests]
     rows = blank_rows(len(lines))
     first = lines[0].arrived
     rows["arrival_s"] = [line.arrived - first for line in lines]
@@ -90,20 +146,25 @@ def read(path: Path) -> Imported:
             row["ttft_slo_s"] = line.ttft_slo_s
     continued = _link_sessions(rows, lines)
     runs = _content(rows, lines, continued)
-    numbers = np.array([number for _, number in chosen])
-    skipped = len(unanswered - done.keys())
+    numbers = np.array([request.number for request in found.requests])
     keys = session_keys([line.session or "" for line in lines])
-    return Imported(RequestTable(rows, runs), numbers, skipped=skipped, session_keys=keys)
+    return Imported(RequestTable(rows, runs), numbers, skipped=found.skipped, session_keys=keys)
 
 
 # ---- lines --------------------------------------------------------------------------------------
 
 
-def records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Yield the place of each record (file and line), its line number, and the record."""
+def records(path: Path, since: float = 0.0) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield the place of each record (file and line), its line number, and the record.
+
+    Only of requests that arrived at Unix time ``since`` or later. Of a file that is not compressed,
+    what was written before is not even read, and lines count from where reading begins.
+    """
     for file in files(path) or [path]:
+        if since and file.stat().st_mtime < since:
+            continue
         last_error: str | None = None
-        for number, line in enumerate(_lines(file), start=1):
+        for number, line in enumerate(_lines(file, since), start=1):
             if last_error is not None:
                 raise TailraceError(last_error)
             if not line.strip():
@@ -124,17 +185,52 @@ def records(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
                         f"reads format {FORMAT}; use the version of Tailrace that wrote it"
                     )
                 continue
+            if since and not _time(data, "arrived") >= since:
+                continue
             yield where, number, data
 
 
-def _lines(file: Path) -> Iterator[bytes]:
+def _time(data: Any, key: str) -> float:
+    """Return a Unix time of a record; NaN: it has none."""
+    value = data.get(key) if isinstance(data, dict) else None
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _lines(file: Path, since: float) -> Iterator[bytes]:
     with file.open("rb") as raw:
         zipped = raw.read(2) == _GZIP
     try:
         with gzip.open(file, "rb") if zipped else file.open("rb") as source:
+            if since and not zipped:
+                yield source.readline()  # says what format it is
+                _skip_to(source, file.stat().st_size, since)
             yield from source
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise TailraceError(f"{file} is damaged: {error}") from None
+
+
+def _skip_to(source: Any, size: int, since: float) -> None:
+    """Go to the beginning of a line at most _STRIDE before the first that ended at ``since``.
+
+    Lines are written as requests end, so this is a search by halves.
+    """
+    low, high = source.tell(), size
+    start = low
+    while high - low > _STRIDE:
+        middle = (low + high) // 2
+        source.seek(middle)
+        source.readline()  # the rest of a line
+        try:
+            ended = _time(json.loads(source.readline()), "last")
+        except ValueError:
+            ended = math.inf  # half a line at the end
+        if ended < since:
+            low = middle
+        else:
+            high = middle
+    source.seek(low)
+    if low > start:
+        source.readline()
 
 
 def _line(where: str, request: str, data: dict[str, Any]) -> _Line:

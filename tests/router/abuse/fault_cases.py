@@ -406,6 +406,20 @@ async def stopped_worker(target: Target) -> str:
     return f"replaced after {took_s:.1f} s"
 
 
+async def killed_autopilot(target: Target) -> str:
+    """The autopilot is killed under load; requests do not notice, and it is started again."""
+    stage = target.stage
+    kills = target.count(2, 1)
+    for _ in range(kills):
+        await wait("the autopilot runs", lambda: stage.autopilot() is not None)
+        pid = stage.autopilot()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        await wait("a new one", lambda pid=pid: stage.autopilot() not in (None, pid), 60.0)
+    await wait("it reports", lambda: stage.status()["autopilot"] is not None, 60.0)
+    return f"started again {kills} times"
+
+
 async def lame_duck(target: Target) -> str:
     """SIGTERM: readiness fails first, connections are refused later, no request is lost."""
     stage = target.stage
@@ -546,6 +560,8 @@ CASES = (
     Case("SIGTERM", lame_duck, {"lame_duck_s": 2}, innocents=False, ends=True),
     Case("two processes after one", many_after_one, innocents=False),
     Case("odd requests and answers", small_ones, prefix="/inner"),
+    Case("autopilot killed", killed_autopilot,
+         {"decisions__folder": "decisions", "autopilot__mode": "act", "autopilot__every_s": 1}),
     Case("no more room on the disk", full_disk, {"decisions__folder": "decisions"},
          file_bytes=20_000),
 )  # fmt: skip

@@ -133,6 +133,16 @@ class Stage(Cluster):
         """Processes of the workers by number."""
         return {w["worker"]: w["pid"] for w in self.status()["workers"]}
 
+    def autopilot(self) -> int | None:
+        """Process of the autopilot; None: it does not run."""
+        for pid in _tree(self.processes["router"].pid):
+            try:
+                if b"tailrace.autopilot" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+            except OSError:
+                continue
+        return None
+
     def listeners(self) -> int:
         """Sockets that listen on the router's port, one for each worker that serves."""
         rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]

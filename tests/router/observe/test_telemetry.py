@@ -339,6 +339,7 @@ def exported_names():
     observed.telemetry.request_done(observed.attempt(), 200, "done", "chat")
     observed.telemetry.retried(0, "connect")
     observed.telemetry.shed("queue")
+    observed.state["autopilot"] = {"wanted": {"replicas": 3, "low": 2, "high": 4}}
     known = ServerSpeed("learned", 0.01, 5e3, uncertainty=0.1, error=0.1, unexplained=False)
     observed.set(
         0, running=1, waiting=1, kv_used=0.1, metrics_age_s=0.0, known=known, event_lag_s=0.0

@@ -27,6 +27,7 @@ from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_score
 from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.router.decide.reasons import phrase
+from tailrace.router.decide.turns import Turns
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels as k
@@ -83,6 +84,13 @@ class ChooserSettings(Settings):
     """Policy that routes a share of the sessions; empty: none."""
     canary_share: Share = 0.0
     """That share, 0 to 1; a session stays with one policy."""
+    canary_block_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
+    """If above 0, the canary gets all requests of one block of so many seconds in every
+    1 / `canary_share`, drawn at random, instead of a share of the sessions."""
+    canary_seed: int = Field(default=0, ge=0, lt=2**63)
+    """Seed of that draw."""
+    canary_until: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
+    """Unix time at which the canary ends by itself, s; 0: it does not."""
     shadow: str = ""
     """Policy whose decisions are logged but not used; empty: none."""
     prefix_learns: PrefixLearns = "sent"
@@ -94,7 +102,16 @@ class ChooserSettings(Settings):
     def _canary_has_both(self) -> Self:
         if self.canary_share > 0 and not self.canary:
             raise ValueError("canary_share is given, but no canary")
+        if self.canary_block_s > 0 and not 0 < self.canary_share <= 0.5:
+            raise ValueError("a canary that takes turns has a canary_share above 0, at most 0.5")
         return self
+
+    @property
+    def turns(self) -> Turns | None:
+        """When the canary has its turns; None: it gets sessions."""
+        if self.canary_block_s <= 0:
+            return None
+        return Turns(self.canary_seed, self.canary_block_s, round(1 / self.canary_share))
 
 
 class _Role(NamedTuple):
@@ -128,6 +145,8 @@ class Chooser:
         self.cluster = cluster
         self.settings = settings
         self._limit_s = settings.limit_ms * 1e-3
+        self._turns = settings.turns
+        self._canary_until = settings.canary_until or _UNLIMITED
         self._size = len(cluster)
         self.counts: Counter[str] = Counter()
         """Decisions, "fallback_CAUSE", "canary", "shadow" and "shadow_differs"."""
@@ -301,6 +320,12 @@ class Chooser:
         share = self.settings.canary_share
         if self._canary is None or share <= 0:
             return self._main
+        if self._turns is not None or self._canary_until < _UNLIMITED:
+            now_s = time.time()
+            if now_s >= self._canary_until:
+                return self._main
+            if self._turns is not None:
+                return self._canary if self._turns.is_candidates(now_s) else self._main
         session = arrival.asked.session
         if session is None:
             session = str(arrival.session.number if arrival.session else arrival.id)

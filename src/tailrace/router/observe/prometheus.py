@@ -41,6 +41,13 @@ ROUTER_METRICS: tuple[tuple[_Type, str, str, Callable[[RouterSnapshot], float]],
      lambda s: s.log_lines_dropped),
 )  # fmt: skip
 
+#: What the autopilot says about the size of the cluster: name, help, key; without it no sample.
+WANTED_METRICS = (
+    ("replicas_wanted", "Fewest replicas that keep the targets in the next minutes", "replicas"),
+    ("replicas_wanted_low", "Lower end of its interval", "low"),
+    ("replicas_wanted_high", "Upper end of its interval", "high"),
+)
+
 #: Of each backend, with the label "replica": type, name, help, value; None: no sample.
 REPLICA_METRICS: tuple[tuple[_Type, str, str, Callable[[BackendSnapshot], float | None]], ...] = (
     (_GAUGE, "replica_in_flight", "Requests under way there", lambda b: b.in_flight),
@@ -106,6 +113,10 @@ def _of_state(snapshot: RouterSnapshot) -> Iterator[Metric]:
     )  # fmt: skip
     for kind, name, text, value in ROUTER_METRICS:
         yield _family(kind, name, text, (), {(): value(s)})
+    wanted = (s.autopilot or {}).get("wanted") or {}
+    for name, text, key in WANTED_METRICS:
+        known_wanted: dict[Labels, float] = {} if key not in wanted else {(): float(wanted[key])}
+        yield _family(_GAUGE, name, text, (), known_wanted)
     for kind, name, text, of_backend in REPLICA_METRICS:
         values = ((b.name, of_backend(b)) for b in present)
         known: dict[Labels, float] = {(label,): float(v) for label, v in values if v is not None}

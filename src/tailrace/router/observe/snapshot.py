@@ -6,6 +6,7 @@ when somebody asks, and at the end of every slot of the rolling window.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tailrace.router.state.server_speeds import ServerSpeed
 
@@ -91,7 +92,9 @@ class RouterSnapshot:
     canary: str = ""
     """Name of the canary policy; empty: there is none."""
     canary_share: float = 0.0
-    """Share of sessions it is given."""
+    """Share of sessions, or of time, it is given."""
+    canary_block_s: float = 0.0
+    """Length of its turns; 0: it gets sessions."""
     shadow: str = ""
     """Name of the shadow policy; empty: there is none."""
     decisions: int = 0
@@ -112,6 +115,10 @@ class RouterSnapshot:
     bytes_per_token: float | None = None
     tokenize_failures: int = 0
     """Requests to a server's ``/tokenize`` that failed."""
+    autopilot: Mapping[str, Any] | None = None
+    """What the autopilot has written last, see ``autopilot/state.py``; None: it is off."""
+    vetoed: tuple[str, ...] = ()
+    """Policies that the autopilot may not use."""
 
     @property
     def present(self) -> list[BackendSnapshot]:

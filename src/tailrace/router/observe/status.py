@@ -77,6 +77,7 @@ def describe(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
         },
         "canary": _canary(snapshot),
         "shadow": _shadow(telemetry, snapshot),
+        "autopilot": _autopilot(snapshot),
         "replicas": _replicas(telemetry, snapshot),
         "recent": _recent(telemetry, snapshot),
     }
@@ -205,6 +206,7 @@ def _canary(snapshot: RouterSnapshot) -> dict[str, Any] | None:
     return {
         "policy": _clean(s.canary),
         "share": s.canary_share,
+        "block_s": s.canary_block_s,
         "decisions": s.canary_decisions,
         "share_of_decisions": s.canary_decisions / s.decisions if s.decisions else None,
     }
@@ -220,6 +222,12 @@ def _shadow(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any] | 
         "disagreements": differ,
         "share_of_disagreements": differ / made if made else None,
     }
+
+
+def _autopilot(snapshot: RouterSnapshot) -> dict[str, Any] | None:
+    if snapshot.autopilot is None:
+        return None
+    return {**snapshot.autopilot, "vetoed": [_clean(name) for name in snapshot.vetoed]}
 
 
 def shown_scores(decision: Decision) -> list[int]:

@@ -35,7 +35,8 @@ def test_the_table_is_that_of_the_simulator():
 def test_what_was_changed_is_said_on_standard_error():
     result = run("--engine", "vidur", *SMALL, *TWO)
     assert "the replicas run sarathi" in result.stderr
-    assert result.stdout.splitlines()[2].split()[0] in ("tailrace", "round_robin")
+    first_words = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
+    assert {"tailrace", "round_robin"} < first_words
 
 
 def test_few_requests_unless_more_are_asked_for():

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
 import numpy as np
@@ -115,8 +115,7 @@ def read_samples(path: Path, memory: int | None = None) -> Samples:
     """
     try:
         with path.open("rb") as raw:
-            # Without pickle: NumPy refuses arrays of objects.
-            file = np.load(raw, allow_pickle=False)
+            file = _opened(raw)
             if not isinstance(file, Mapping):
                 raise ValueError("it is a single array")
             samples = _checked({name: np.asarray(file[name]) for name in file})
@@ -130,6 +129,14 @@ def read_samples(path: Path, memory: int | None = None) -> Samples:
             f"network has {memory}: record it with Demonstrations(student)"
         )
     return samples
+
+
+def _opened(raw: BinaryIO) -> Any:
+    """Return what NumPy makes of a file. Without pickle: it refuses arrays of objects."""
+    try:
+        return np.load(raw, allow_pickle=False)
+    except ValueError:  # NumPy takes whatever it does not know for a pickle, and advises to load it
+        raise ValueError("it is no NumPy archive") from None
 
 
 def _checked(arrays: dict[str, NDArray[Any]]) -> Samples:

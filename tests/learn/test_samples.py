@@ -124,7 +124,7 @@ def test_what_is_no_such_file_is_refused(path, tmp_path):
     with pytest.raises(TailraceError, match="holds no demonstrations"):
         read_samples(path)
     path.write_text("a,b")
-    with pytest.raises(TailraceError, match="holds no demonstrations: it is no NumPy archive$"):
+    with pytest.raises(TailraceError, match=r"holds no demonstrations: it is no NumPy archive$"):
         read_samples(path)
     np.save(tmp_path / "one.npy", np.zeros(3))
     with pytest.raises(TailraceError, match="a single array"):

@@ -43,6 +43,7 @@ class Course:
             self.now += 1.0 / self.rate
             arrival = self.cluster.arrive(read_request("/v1/chat/completions", {}, body))
             decision = self.chooser.choose(arrival)
+            assert decision is not None
             self.attempts.append(Attempt(self.cluster, arrival, decision.replica, decision))
             if len(self.attempts) > IN_FLIGHT // 2:
                 self.attempts[-IN_FLIGHT // 2].tokens(1)

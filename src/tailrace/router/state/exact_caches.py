@@ -43,7 +43,7 @@ ROOT = 0
 
 
 def chain(
-    token_ids: Sequence[int],
+    token_ids: Sequence[int] | NDArray[np.int64],
     block_size: int,
     parent: int,
     extra_keys: Sequence[object] | None = None,
@@ -238,7 +238,7 @@ class ExactCaches:
         model: str,
         keys: NDArray[np.uint64],
         units: NDArray[np.int32],
-        token_ids: Sequence[int],
+        token_ids: Sequence[int] | NDArray[np.int64],
         ends: NDArray[np.float64],
     ) -> bool:
         """Learn the tokens of a prompt that a replica has answered; return whether that was of use.

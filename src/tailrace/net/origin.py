@@ -1,7 +1,19 @@
 """The address of a server: where to connect, and what to put before every path."""
 
+from functools import lru_cache
 from typing import NamedTuple, Self
 from urllib.parse import urlsplit
+
+
+@lru_cache(maxsize=4096)
+def _parts(url: str) -> tuple[str, int, bool, str]:
+    """Return the fields of an origin; remembered, as every change of backends reads all of them."""
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
+        raise ValueError("not an http or https URL")
+    parts.hostname.encode("idna")  # a UnicodeError, which is a ValueError: no name of a host
+    return parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/")
 
 
 class Origin(NamedTuple):
@@ -16,13 +28,7 @@ class Origin(NamedTuple):
     @classmethod
     def parse(cls, url: str) -> Self:
         """Read an http or https URL; raise ``ValueError`` if it is not one."""
-        parts = urlsplit(url)
-        tls = parts.scheme == "https"
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:
-            raise ValueError("not an http or https URL")
-        parts.hostname.encode("idna")  # a UnicodeError, which is a ValueError: no name of a host
-        port = parts.port or (443 if tls else 80)
-        return cls(parts.hostname, port, tls, parts.path.rstrip("/"))
+        return cls(*_parts(url))
 
     @property
     def authority(self) -> str:

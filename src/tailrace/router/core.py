@@ -47,7 +47,7 @@ from tailrace.router.settings import BackendSettings, ListenerTls
 from tailrace.router.state import server_speeds
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.exact_caches import ExactCaches
-from tailrace.router.state.shared_state import WorkerView
+from tailrace.router.state.shared_state import WorkerView, new_shared_state
 from tailrace.router.state.worker_room import WorkerRoom
 
 #: How often time limits are checked, in s.
@@ -107,6 +107,8 @@ class RouterCore:
         self.telemetry = Telemetry(clock)
         self.tls = TlsContexts()
         salt = salt or load_salt(settings.decisions.folder)
+        if worker_view is None:
+            worker_view = new_shared_state(settings.backends, 1, settings.discovery).of(0)
         counter = TokenCounter(settings.tokenizer, settings.tokens.source)
         cluster = ClusterState(
             _by_number(configuration, settings), clock, counter=counter, salt=salt,

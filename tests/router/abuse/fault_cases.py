@@ -358,7 +358,7 @@ async def changed_backends(target: Target) -> str:
     """Backends added and removed by admin calls: memory and decisions must not suffer."""
     stage = target.stage
     changes = target.count(300, 20)
-    before_us, before_mb = await _decision_us(stage), stage.anonymous_mb
+    before_us, before_mb = await decision_us(stage), stage.anonymous_mb
     for i in range(changes):
         url = f"http://{HOST}:{stage.spare[0]}/p{i}"
         status, text = await asyncio.to_thread(admin, stage, "POST", "/backends", {"url": url})
@@ -369,7 +369,7 @@ async def changed_backends(target: Target) -> str:
         status, text = await asyncio.to_thread(admin, stage, "DELETE", f"/backends/{name}")
         assert status == 200, f"removal {i} was refused: {text.decode()[:200]}"
     await asyncio.sleep(2.0)
-    after_us, after_mb = await _decision_us(stage), stage.anonymous_mb
+    after_us, after_mb = await decision_us(stage), stage.anonymous_mb
     target.figures |= {
         "changes": changes, "decision_us_before": before_us, "decision_us_after": after_us,
         "memory_mb_before": before_mb, "memory_mb_after": after_mb,
@@ -383,7 +383,7 @@ async def changed_backends(target: Target) -> str:
     return f"{changes} changes; decisions {before_us:.0f} us before, {after_us:.0f} us after"
 
 
-async def _decision_us(stage: Stage, count: int = 400) -> float:
+async def decision_us(stage: Stage, count: int = 400) -> float:
     """Mean time of the next decisions."""
     before = stage.status()["decisions"]
     for _ in range(count // 20):

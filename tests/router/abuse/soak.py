@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from router.abuse import fault_cases, http_attacks
+from router.abuse import cluster_cases, fault_cases, http_attacks
 from router.abuse.case import Case, Target
 from router.abuse.stage import Stage, wait_for_memory
 from router.processes import until
@@ -40,7 +40,11 @@ ALONE_S = 3.0
 MOST_S = 240.0
 MOST_LAG_S = 0.1
 MOST_MB = 20.0
-CASES: tuple[Case, ...] = (*http_attacks.CASES, *fault_cases.CASES)
+CASES: tuple[Case, ...] = (
+    *http_attacks.CASES,
+    *fault_cases.CASES,
+    *cluster_cases.CASES,
+)
 
 
 @dataclass
@@ -139,7 +143,8 @@ def run_case(case: Case, folder: Path, size: float, seed: int) -> Row:
     try:
         os.environ |= fault_cases.KEYS
         stage.start_servers(case.servers, separate=case.separate)
-        folders = {k: str(folder / v) for k, v in case.settings.items() if k.endswith("__folder")}
+        local = ("__folder", "__file")
+        folders = {k: str(folder / v) for k, v in case.settings.items() if k.endswith(local)}
         stage.start_router(**{**case.settings, **folders})
         if case.innocents:
             stage.start_innocents(case.streams, case.every_ms, case.headers)

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from router.clusters import LEDGER, Clock, backends, chat, new_chooser, send
+from router.clusters import LEDGER, Clock, backends, chat, new_chooser, new_cluster, send
 from tailrace.config import Replica
 from tailrace.errors import TailraceError
 from tailrace.router.intake.request_body import RequestBody
+from tailrace.router.settings import BackendSettings
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
 from tailrace.view.records import RECENT_WORK_S
@@ -194,3 +195,16 @@ def test_state_is_shared_with_processes() -> None:
     os.waitpid(pid, 0)
     assert look(first, chat("long " * 400), "cache_aware") > 0
     assert first.seen["in_flight"].tolist() == [0, 1, 0]
+
+
+def test_a_worker_alone_grows_by_doubling() -> None:
+    """Each growth copies all indexes: many servers that are found must not take seconds."""
+    cluster = new_cluster(1)
+    grown = set()
+    for number in range(40):
+        cluster.add(BackendSettings(url=f"http://10.0.0.{number}:1"))
+        grown.add(cluster.worker_view.shared.room)
+        assert cluster.worker_view.shared.room <= 2 * len(cluster)
+    assert len(grown) <= 6
+    assert len(cluster) == 41
+    assert new_chooser(cluster).choose(cluster.arrive(chat("x")), set()) is not None

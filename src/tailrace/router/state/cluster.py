@@ -290,7 +290,9 @@ class ClusterState:
             shared.index_entries,
         )
         if shared.workers == 1 and (n > shared.room or entries > shared.index_entries):
-            self.worker_view = shared.with_room(n, entries).of(0)
+            # Twice as many: copying everything for each of many that come would take seconds.
+            room = max(n, 2 * shared.room) if n > shared.room else shared.room
+            self.worker_view = shared.with_room(room, entries).of(0)
 
     def _believed(self, server: Replica) -> int:
         """Among how many indexes a server's memory is divided; 0: it has no cache."""

@@ -33,6 +33,8 @@ SESSION_CELLS = 4
 #: Replicas that several workers have room for beyond twice those at the start: a reload may add
 #: some.
 SPARE = 16
+#: Found replicas that a worker alone has room for at first; it grows.
+FIRST_ROOM = 16
 #: What a worker reports of itself.
 WORKER = np.dtype(
     [
@@ -68,7 +70,7 @@ def new_shared_state(
     least = 0
     if discovery.is_used:
         servers.append(discovery.backend.server)
-        least = discovery.most
+        least = discovery.most if workers > 1 else min(discovery.most, FIRST_ROOM)
     capacity = idle_views(servers)["capacity_tokens"]
     return SharedState(workers, len(backends), index_entries(capacity), least)
 
@@ -94,13 +96,13 @@ class SharedState:
     def __init__(self, workers: int, replicas: int, entries: int, least: int = 0) -> None:
         """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index.
 
-        ``least``: replicas for which several workers have room in any case.
+        ``least``: replicas for which there is room in any case.
         """
         self.workers = workers
         self.accounts = ClientAccounts(workers)
         """What clients use at present."""
         alone = workers == 1  # then it can grow, see with_room
-        self.room = room = replicas if alone else max(2 * replicas + SPARE, least)
+        self.room = room = max(replicas if alone else 2 * replicas + SPARE, least)
         rows = 1 if alone else 2 * workers
         # All-zero memory is an empty index; pages that are never written take no memory.
         slots = prefix_index.new_index(1, entries).slots.shape[1]

@@ -5,30 +5,16 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from odd_cases import assert_same, longest, small_clusters, small_tables
 from reference_runs import replica_of, table_of
 from tailrace.config import Cluster, Engine, Event, Replica, Scenario, parse
 from tailrace.errors import TailraceError
 from tailrace.sim.simulator import Simulation, simulate
 from tailrace.workload import library
-from tailrace.workload.table import RequestTable
 
 REFERENCE = Engine(engine="reference")
 COMPILED = Engine(engine="compiled")
 EXACT = Engine(engine="compiled", exact=True)
-
-
-def assert_same(left, right, tolerance_s=0.0):
-    for name in left.requests.dtype.names:
-        a, b = left.requests[name], right.requests[name]
-        if a.dtype.kind == "f":
-            assert (np.isnan(a) == np.isnan(b)).all(), name
-            assert np.nanmax(np.abs(a - b), initial=0.0) <= tolerance_s, name
-        else:
-            assert (a == b).all(), name
-    for name in left.replicas.dtype.names:
-        np.testing.assert_allclose(
-            left.replicas[name], right.replicas[name], rtol=1e-9, err_msg=name
-        )
 
 
 def played(rows, priorities, engine=REFERENCE, **settings):
@@ -125,52 +111,6 @@ def test_auto_goes_by_priority_only_where_the_policy_orders():
     assert plain.served_by(order=True) == plain
 
 
-@st.composite
-def small_tables(draw) -> RequestTable:  # type: ignore[no-untyped-def]
-    """A few requests with simultaneous arrivals, priorities, shared prefixes and turns."""
-    count = draw(st.integers(1, 14))
-    same = {"min_size": count, "max_size": count}
-    gaps = draw(st.lists(st.sampled_from([0.0, 0.01, 0.2, 3.0]), **same))
-    prompts = draw(st.lists(st.sampled_from([1, 15, 16, 17, 32, 33, 100, 200]), **same))
-    outputs = draw(st.lists(st.sampled_from([1, 2, 16, 17, 40, 90]), **same))
-    priority = draw(st.lists(st.integers(-2, 2), **same))
-    private = draw(st.lists(st.booleans(), **same))
-    runs: list[list[tuple[int, int]]] = []
-    parent, think = np.full(count, -1), np.zeros(count)
-    for i in range(count):
-        if i and runs[i - 1] and draw(st.booleans()):
-            parent[i], think[i] = i - 1, draw(st.sampled_from([0.0, 0.5, 2.0]))
-            grown = prompts[i - 1] + outputs[i - 1] + prompts[i]
-            tail = grown - sum(tokens for _, tokens in runs[i - 1][:-1])
-            prompts[i] = grown
-            runs.append([*runs[i - 1][:-1], (runs[i - 1][-1][0], tail)])
-            continue
-        shared = min(draw(st.sampled_from([0, 16, 40])), prompts[i])
-        runs.append([] if private[i] else [(1000, shared), (i, prompts[i] - shared)])
-    return RequestTable.build(
-        np.cumsum(gaps), np.array(prompts), np.array(outputs), runs,
-        parent=parent, think_s=think, priority=np.array(priority),
-    )  # fmt: skip
-
-
-@st.composite
-def small_clusters(draw) -> Cluster:  # type: ignore[no-untyped-def]
-    def replica() -> Replica:
-        cap = draw(st.sampled_from([1, 3, 32]))
-        return Replica(
-            scheduling_policy=draw(st.sampled_from(["priority", "priority", "fcfs"])),
-            batch_cap=cap,
-            chunk_size=max(cap, draw(st.sampled_from([32, 64, 512]))),
-            num_blocks=draw(st.sampled_from([200, 210, 4000])),
-            block_size=draw(st.sampled_from([8, 16])),
-            prefix_caching=draw(st.booleans()),
-            preallocate_tokens=draw(st.sampled_from([0, 0, 40])),
-            speed=draw(st.sampled_from([0.5, 1.0, 3.0])),
-        )
-
-    return Cluster(replicas=tuple(replica() for _ in range(draw(st.integers(1, 3)))))
-
-
 @settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     small_tables(),
@@ -183,10 +123,6 @@ def test_agrees_with_the_reference_engine_on_odd_cases(table, cluster, policy, d
     events = (Event(at_s=0.3, replica=0, kind="die"), Event(at_s=0.9, replica=0, kind="return"))
     common = {"seed": 1, "events": events if die else ()}
     assert_same(*(simulate(cluster, table, policy, engine=e, **common) for e in (REFERENCE, EXACT)))
-
-
-def longest(table):
-    return int((table.rows["prompt_tokens"] + table.rows["output_tokens"]).max())
 
 
 def mixed(workload, count, rate, seed):

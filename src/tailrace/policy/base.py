@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tailrace.errors import TailraceError, unknown_name
 from tailrace.policy.rules import Rule, score
+from tailrace.view.holding import Holding
 from tailrace.view.ordering import Order
 from tailrace.view.records import View
 from tailrace.view.selection import NO_REPLICA, choose
@@ -31,6 +32,8 @@ class Policy:
     """Break ties by the lowest replica number instead of at random."""
     order: Order | None = None
     """Order in which servers should serve (view/ordering.py); None: as they come."""
+    holding: Holding | None = None
+    """When requests wait at the router (view/holding.py); None: they never do."""
 
     def reset(self, n_replicas: int, seed: int) -> None:
         """Start a run over ``n_replicas`` replicas; forget the last one."""
@@ -164,6 +167,11 @@ def checked_scores(policy: Policy, view: View) -> NDArray[np.float64]:
 def order_of(policy: Policy) -> Order | None:
     """Return the order a policy wants; policies written by users may lack the field."""
     return getattr(policy, "order", None)
+
+
+def holding_of(policy: Policy) -> Holding | None:
+    """Return when a policy lets requests wait; policies written by users may lack the field."""
+    return getattr(policy, "holding", None)
 
 
 def decide(policy: Policy, view: View) -> int:

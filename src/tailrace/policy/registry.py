@@ -8,7 +8,8 @@ file (``my_rule.py``, ``my_rule.py:MyPolicy``), something importable
 package.
 
 Behind any of them, ``+order`` has the router attach a priority to each request, for servers that
-serve by priority (view/ordering.py): ``linear_es+order:w=10``.
+serve by priority (view/ordering.py): ``linear_es+order:w=10``. ``+queue`` lets requests wait at the
+router while no replica has room (view/holding.py): ``linear_es+queue:max_in_flight=8,order=wspt``.
 """
 
 import copy
@@ -16,6 +17,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Collection
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +28,10 @@ from tailrace.policy import shipped
 from tailrace.policy.base import BuiltinPolicy, FunctionPolicy, Policy
 from tailrace.policy.learned import checkpoint
 from tailrace.policy.rules import RULES, Rule
+from tailrace.view.holding import Holding
 from tailrace.view.ordering import Order
 
-ORDER_SUFFIX = "+order"
+ORDER_SUFFIX, QUEUE_SUFFIX = "+order", "+queue"
 ENTRY_POINT_GROUP = "tailrace.policies"
 FUNCTION_NAME = "scores"
 SHIPPED_NAME = shipped.SHIPPED_NAME
@@ -52,7 +55,10 @@ def get(name: str, **params: Any) -> Policy:
     """
     base, suffix = split_order(name)
     if suffix:
-        return with_order(get(base, **params), Order.of(_weights(base, suffix)))
+        policy = get(base, **params)
+        if suffix.startswith(ORDER_SUFFIX):
+            return with_order(policy, Order.of(_weights(base, ORDER_SUFFIX, suffix)))
+        return with_queue(policy, Holding.of(_weights(base, QUEUE_SUFFIX, suffix)))
     head, _, tail = name.partition(":")
     builtin = {rule.name: rule for rule in RULES}
     if head in builtin:
@@ -77,18 +83,19 @@ def get(name: str, **params: Any) -> Policy:
 
 
 def split_order(name: str) -> tuple[str, str]:
-    """Return a policy's name without its order, and the order as it is written; "": none."""
-    base, plus, weights = name.rpartition(ORDER_SUFFIX)
-    if plus and weights[:1] in ("", ":"):
-        return base, plus + weights
+    """Return a policy's name without its last ``+order`` or ``+queue``, and that; "": none."""
+    at = max(name.rfind(ORDER_SUFFIX), name.rfind(QUEUE_SUFFIX))
+    if at >= 0 and name[at + len(ORDER_SUFFIX) :][:1] in ("", ":"):
+        return name[:at], name[at:]
     return name, ""
 
 
-def _weights(base: str, suffix: str) -> dict[str, float]:
-    weights = suffix.removeprefix(ORDER_SUFFIX)
+def _weights(base: str, kind: str, suffix: str) -> dict[str, Any]:
+    weights = suffix.removeprefix(kind)
     if weights == shipped.TUNED_SUFFIX:
-        return shipped.constants_of(base + ORDER_SUFFIX)
-    return _numbers(base + ORDER_SUFFIX, weights[1:])
+        return shipped.constants_of(base + kind)
+    texts = ("order",) if kind == QUEUE_SUFFIX else ()
+    return _numbers(base + kind, weights[1:], texts)
 
 
 def with_order(policy: Policy, order: Order) -> Policy:
@@ -99,11 +106,22 @@ def with_order(policy: Policy, order: Order) -> Policy:
     return ordered
 
 
-def _numbers(rule: str, text: str) -> dict[str, Any]:
-    """Read "a=1,b=2.5"."""
+def with_queue(policy: Policy, holding: Holding) -> Policy:
+    """Return a policy that decides as ``policy`` and lets requests wait at the router."""
+    queued = copy.copy(policy)
+    queued.holding = holding
+    queued.name = policy.name + holding.suffix
+    return queued
+
+
+def _numbers(rule: str, text: str, texts: Collection[str] = ()) -> dict[str, Any]:
+    """Read "a=1,b=2.5"; the values of ``texts`` are no numbers."""
     values: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, equals, number = part.partition("=")
+        if key.strip() in texts:
+            values[key.strip()] = number.strip()
+            continue
         try:
             values[key.strip()] = float(number)
         except ValueError:

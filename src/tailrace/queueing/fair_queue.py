@@ -1,7 +1,8 @@
 """Weighted fair queueing by tokens (start-time fair queueing, Goyal et al. 1996).
 
-Requests of one *flow* (a client) wait in the order of their arrival. Among flows the one goes next
-that was served least, in tokens per weight, since it began to wait. A flow that was idle starts
+Requests of one *flow* (a client) wait in the order of their keys, equal ones in that of their
+arrival. Among flows the one goes next that was served least, in tokens per weight, since it began
+to wait. A flow that was idle starts
 level with those that wait: it neither saves up a claim nor owes anything for what it used while
 there was room. A more urgent priority goes before all others.
 
@@ -12,7 +13,7 @@ The algorithm knows neither clocks nor sockets. Costs are tokens; they may be co
 the length of an answer is known.
 """
 
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -34,6 +35,8 @@ class QueuedItem(Generic[T]):
     """Expected tokens."""
     priority: int
     """Lower goes first."""
+    key: int
+    """Lower goes first among the items of one flow."""
     lane: Lane
     since: float
     """When it was queued, on the caller's clock."""
@@ -45,11 +48,12 @@ class FairQueue(Generic[T]):
     """Items that wait, by lane, priority and flow."""
 
     def __init__(self) -> None:
-        self.items: OrderedDict[int, QueuedItem[T]] = OrderedDict()
+        self.items: dict[int, QueuedItem[T]] = {}
         """All that wait, by number; to be read only."""
+        self._arrivals: list[int] = []  # their numbers, ascending
         self._numbers: dict[int, int] = {}  # id of an item -> its number
-        # Lane -> priority -> flow -> number -> item, without empty parts.
-        self._lanes: dict[Lane, dict[int, dict[str, OrderedDict[int, QueuedItem[T]]]]] = {}
+        # Lane -> priority -> flow -> (key, number), ascending, without empty parts.
+        self._lanes: dict[Lane, dict[int, dict[str, list[tuple[int, int]]]]] = {}
         self._backlog: dict[str, int] = {}  # items that wait, by flow
         self._served: dict[str, float] = {}  # tokens per weight, by flow
         self._now = 0.0  # virtual time: what the flow served last had been served before
@@ -67,14 +71,14 @@ class FairQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[QueuedItem[T]]:
         """All that wait, in the order of their arrival."""
-        return iter(self.items.values())
+        return (self.items[number] for number in self._arrivals)
 
     def push(
         self, item: T, *, flow: str = "", weight: float = 1.0, cost: float = 1.0,
-        priority: int = 0, lane: Lane = None, since: float = 0.0,
+        priority: int = 0, key: int = 0, lane: Lane = None, since: float = 0.0,
     ) -> None:  # fmt: skip
-        """Queue an item behind the others of its flow, lane and priority."""
-        queued = QueuedItem(item, flow, weight, cost, priority, lane, since, self._next)
+        """Queue an item, behind the others of its flow, lane, priority and key."""
+        queued = QueuedItem(item, flow, weight, cost, priority, key, lane, since, self._next)
         self._next += 1
         if flow not in self._backlog:
             self._served[flow] = max(self._served.get(flow, 0.0), self._now)
@@ -83,34 +87,41 @@ class FairQueue(Generic[T]):
     def put_back(self, queued: QueuedItem[T]) -> None:
         """Queue what :meth:`pop` gave again, at its old place."""
         self._insert(queued)
-        self.items.move_to_end(queued.number, last=False)
-        self._lanes[queued.lane][queued.priority][queued.flow].move_to_end(
-            queued.number, last=False
-        )
 
     def _insert(self, queued: QueuedItem[T]) -> None:
         self.items[queued.number] = queued
+        insort(self._arrivals, queued.number)
         self._numbers[id(queued.item)] = queued.number
         flows = self._lanes.setdefault(queued.lane, {}).setdefault(queued.priority, {})
-        flows.setdefault(queued.flow, OrderedDict())[queued.number] = queued
+        insort(flows.setdefault(queued.flow, []), (queued.key, queued.number))
         self._backlog[queued.flow] = self._backlog.get(queued.flow, 0) + 1
 
     def pop(self, blocked: Collection[Lane] = ()) -> QueuedItem[T] | None:
         """Take out the item that goes next, of no ``blocked`` lane; None: there is none."""
-        best: QueuedItem[T] | None = None
-        best_key = (0, 0.0, 0)
+        best: tuple[int, float, int, int] | None = None
         for lane, priorities in self._lanes.items():
             if lane in blocked:
                 continue
             priority = min(priorities)
             for flow, items in priorities[priority].items():
-                first = next(iter(items))
-                key = (priority, self._served[flow], first)
-                if best is None or key < best_key:
-                    best, best_key = items[first], key
-        if best is not None:
-            self._take_out(best)
-        return best
+                turn = (priority, self._served[flow], *items[0])
+                if best is None or turn < best:
+                    best = turn
+        if best is None:
+            return None
+        queued = self.items[best[-1]]
+        self._take_out(queued)
+        return queued
+
+    def pop_overdue(self, now: float, max_wait_s: float) -> QueuedItem[T] | None:
+        """Take out the item that has waited longest, if that is ``max_wait_s`` or more."""
+        if not self._arrivals:
+            return None
+        queued = self.items[self._arrivals[0]]
+        if queued.since + max_wait_s > now:
+            return None
+        self._take_out(queued)
+        return queued
 
     def remove(self, item: T) -> bool:
         """Take an item out of turn; False: it does not wait."""
@@ -123,9 +134,10 @@ class FairQueue(Generic[T]):
     def _take_out(self, queued: QueuedItem[T]) -> None:
         number, flow = queued.number, queued.flow
         del self.items[number], self._numbers[id(queued.item)]
+        del self._arrivals[bisect_left(self._arrivals, number)]
         priorities = self._lanes[queued.lane]
         flows = priorities[queued.priority]
-        del flows[flow][number]
+        del flows[flow][bisect_left(flows[flow], (queued.key, number))]
         if not flows[flow]:
             del flows[flow]
             if not flows:
@@ -170,11 +182,11 @@ class FairQueue(Generic[T]):
         latest: dict[str, QueuedItem[T]] = {}
         for priorities in self._lanes.values():
             for name, items in priorities.get(worst, {}).items():
-                last = items[next(reversed(items))]
+                last = self.items[max(number for _, number in items)]
                 if name not in latest or last.number > latest[name].number:
                     latest[name] = last
                 waiting[name] = waiting.get(name, 0.0) + sum(
-                    q.cost / q.weight for q in items.values()
+                    self.items[n].cost / self.items[n].weight for _, n in items
                 )
         if worst == priority:
             waiting[flow] = waiting.get(flow, 0.0) + cost / weight

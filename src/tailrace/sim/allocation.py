@@ -11,6 +11,7 @@ from tailrace.sim.types import (
     CLUSTER,
     EVENT,
     EXTENT,
+    FLOW,
     HEAP_ENTRY,
     KV_EVENT,
     NEWS,
@@ -48,6 +49,7 @@ class Allocation:
     waiting: int = 0
     """Arrivals that depend on the run: follow-up turns, rerouted requests."""
     sessions: int = 0
+    tenants: int = 1
     runs: int = 0
     """Content runs of a table."""
     runs_per_request: int = 1
@@ -61,7 +63,14 @@ class Allocation:
 
     def with_slack(self) -> "Allocation":
         """Return sizes 1.5 times as large where tables differ."""
-        growing = ("blocks_per_request", "waiting", "sessions", "runs", "runs_per_request")
+        growing = (
+            "blocks_per_request",
+            "waiting",
+            "sessions",
+            "tenants",
+            "runs",
+            "runs_per_request",
+        )
         return replace(self, **{name: getattr(self, name) * 3 // 2 for name in growing})
 
 
@@ -90,6 +99,7 @@ def allocation_for(
         requests=len(table),
         waiting=len(table) if events else int((rows["parent"] >= 0).sum()),
         sessions=int(rows["session"].max()) + 1,
+        tenants=len(np.unique(rows["tenant"])),
         runs=len(table.runs),
         runs_per_request=max(int(rows["run_count"].max()), 1),
         events=events,
@@ -163,6 +173,7 @@ def new_fleet(
         router=np.zeros(c, ROUTER),
         costs=np.zeros((c, n), COST),
         last_replica=np.full((c, room.sessions), -1, np.int32),
+        flows=np.zeros((c, room.tenants), FLOW),
         index_entries=index.entries.reshape(c, n, -1),
         index_slots=index.slots.reshape(c, n, -1),
         index_totals=index.totals.reshape(c, n),

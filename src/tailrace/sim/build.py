@@ -106,6 +106,7 @@ def _fill_facts(
         facts["predicted"] = predicted
     facts["prefix_hash"] = prefix_hash(table)
     facts["content_hash"] = content_hash(table)
+    facts["tenant"] = np.unique(rows["tenant"], return_inverse=True)[1]
     facts["child"] = facts["sibling"] = -1
     children = np.flatnonzero(rows["parent"] >= 0)
     children = children[np.argsort(rows["parent"][children], kind="stable")]
@@ -162,6 +163,7 @@ def set_up(
         array[c] = np.zeros((), array.dtype)
     fleet.wake[c] = np.inf
     fleet.last_replica[c] = -1
+    fleet.flows[c] = np.zeros((), fleet.flows.dtype)
     fleet.costs[c, :n] = replica_costs(replicas)
     fleet.replicas_view[c, :n] = idle_views(replicas)
     index = PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])
@@ -185,6 +187,7 @@ def _start_cluster(
     cluster["table"] = g
     cluster["n_requests"] = cluster["unsettled"] = len(table)
     cluster["request"] = cluster["highest"] = -1
+    cluster["held_head"] = cluster["held_tail"] = -1
     cluster["deadline_next"] = cluster["deadline_last"] = -1
     cluster["serial"] = next(_serial_numbers)
     cluster["soft_centre"], cluster["soft_scale"], cluster["early_share"] = 1.0, 0.1, 0.5

@@ -7,7 +7,7 @@ tokens, finished requests and metrics snapshots on the way are entered into the 
 import numpy as np
 
 from tailrace.compiled import inlined, inner
-from tailrace.sim import arrival_heap, cost_accounts
+from tailrace.sim import arrival_heap, cost_accounts, router_queue
 from tailrace.sim import server as servers
 from tailrace.sim.kvcache import KvCache, PromptContent, private_path
 from tailrace.sim.types import (
@@ -115,6 +115,8 @@ def _update_ledger(fleet, tables, c, r):
             _publish(fleet, c, r, 2 * n + 1, requests[n]["done"])
         elif learns >= 0:
             index_content(fleet, tables, c, r, n, facts[n]["output"], requests[n]["done"])
+        if cluster["holding"]["on"]:
+            router_queue.finished(fleet, facts, c, n)
         settled(fleet, tables, c, n, False)
 
 
@@ -223,7 +225,7 @@ def _scrape(fleet, c, now):
 
 
 @inlined
-def _next_time(fleet, tables, c):
+def next_time(fleet, tables, c):
     """Time of the next known arrival or cluster event, s; inf: none."""
     cluster = fleet.clusters[c]
     table = cluster["table"]
@@ -238,9 +240,11 @@ def _next_time(fleet, tables, c):
 
 
 @inner
-def _safe_horizon(clusters, servers_, c):
-    """Time in s before which no session can send a turn that is not known yet."""
-    think = clusters[c]["min_think_s"]
+def _safe_horizon(clusters, servers_, c, think):
+    """Time in s before which no session can send a turn that is not known yet.
+
+    ``think``: least time in s between the end of a turn and the next one.
+    """
     horizon = np.inf
     for r in range(clusters[c]["n_replicas"]):
         server = servers_[c, r]
@@ -250,6 +254,15 @@ def _safe_horizon(clusters, servers_, c):
             # A batch is formed once time has moved past the moment it is due.
             horizon = min(horizon, np.nextafter(server["ready_at"], np.inf))
     return horizon
+
+
+@inner
+def _ends(clusters, servers_, c, t):
+    """Whether an iteration of some replica ends at ``t`` (s)."""
+    for r in range(clusters[c]["n_replicas"]):
+        if servers_[c, r]["busy"] and servers_[c, r]["until"] == t:
+            return True
+    return False
 
 
 @inner
@@ -268,14 +281,20 @@ def _due_scrape(cluster, t):
 def advance_to_next_time(fleet, tables, c, until):
     """Advance to the next arrival or event, or to ``until`` (s) if that comes first.
 
+    While requests wait at the router, also to the next end of an iteration, which may make room.
     Returns the time reached, s; inf at the end, NaN if the batch log is full.
     """
     cluster = fleet.clusters[c]
     while True:
-        t = min(_next_time(fleet, tables, c), until)
+        t = min(next_time(fleet, tables, c), until)
         target = t
-        if cluster["min_think_s"] < np.inf:
-            target = min(t, _safe_horizon(fleet.clusters, fleet.servers, c))
+        ends = False
+        if cluster["held"] > 0:
+            t = min(t, max(router_queue.overdue_at(fleet, c), cluster["now"]))
+            target = min(t, _safe_horizon(fleet.clusters, fleet.servers, c, 0.0))
+            ends = _ends(fleet.clusters, fleet.servers, c, target)
+        elif cluster["min_think_s"] < np.inf:
+            target = min(t, _safe_horizon(fleet.clusters, fleet.servers, c, cluster["min_think_s"]))
         count = _due_scrape(cluster, target)
         if count >= 0:
             target = count * cluster["scrape_s"]
@@ -284,7 +303,7 @@ def advance_to_next_time(fleet, tables, c, until):
         if count >= 0:
             cluster["scrape_count"] = count
             _scrape(fleet, c, target)
-        elif target == t:
-            if cluster["scrape_s"] == 0.0 and t < np.inf:
-                _scrape(fleet, c, t)
-            return t
+        elif target == t or ends:
+            if cluster["scrape_s"] == 0.0 and target < np.inf:
+                _scrape(fleet, c, target)
+            return target

@@ -11,7 +11,7 @@ import numpy as np
 from tailrace.compiled import inlined, inner, jit
 from tailrace.policy.learned.policy import learned_scores
 from tailrace.policy.rules import CODE, LEARNED, score
-from tailrace.sim import active_blocks, arrival_heap, clock, cost_accounts, lookahead
+from tailrace.sim import active_blocks, arrival_heap, clock, cost_accounts, lookahead, router_queue
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
     EVENT_DIE,
@@ -25,9 +25,10 @@ from tailrace.sim.types import (
     Tables,
 )
 from tailrace.view import ledger, prefix_index
+from tailrace.view.holding import waiting_key
 from tailrace.view.ordering import request_priority
 from tailrace.view.records import View
-from tailrace.view.selection import NO_REPLICA, choose
+from tailrace.view.selection import NO_REPLICA, any_available, choose
 
 NEEDS_DECISION, OVER, LOG_FULL, LIMIT, STUCK = 0, 1, 2, 3, 4
 LEARNED_CODE = LEARNED.code
@@ -108,7 +109,14 @@ def next_decision_before(fleet, tables, c, until):
     """
     cluster = fleet.clusters[c]
     table = cluster["table"]
+    holds = cluster["holding"]["on"] != 0
     while True:
+        if cluster["held"] > 0 and clock.next_time(fleet, tables, c) > cluster["now"]:
+            n = router_queue.pop(fleet, tables.facts[table], c)
+            if n >= 0:
+                _fill_view(fleet, tables, c, n, cluster["now"])
+                cluster["request"] = n
+                return NEEDS_DECISION
         t = clock.advance_to_next_time(fleet, tables, c, until)
         if np.isnan(t):
             return LOG_FULL
@@ -125,10 +133,17 @@ def next_decision_before(fleet, tables, c, until):
         ):
             _apply_event(fleet, tables, c, tables.events[table, cluster["next_event"]])
             continue
+        if holds and clock.next_time(fleet, tables, c) > t:
+            continue  # some iteration has ended, or somebody has waited too long
         n = _take_arrival(fleet, tables, c, t)
-        if not _any_available(fleet, c):
+        if not any_available(fleet.replicas_view[c, : cluster["n_replicas"]]):
             _hold(fleet, tables, c, n)
             continue
+        if holds:
+            if not router_queue.is_free(fleet, c):
+                _queue(fleet, tables, c, n)
+                continue
+            router_queue.hide(fleet, c)
         _fill_view(fleet, tables, c, n, t)
         cluster["request"] = n
         return NEEDS_DECISION
@@ -159,14 +174,6 @@ def _take_arrival(fleet, tables, c, t):
     return n
 
 
-@inlined
-def _any_available(fleet, c):
-    for r in range(fleet.clusters[c]["n_replicas"]):
-        if fleet.replicas_view[c, r]["available"]:
-            return True
-    return False
-
-
 @inner
 def _hold(fleet, tables, c, n):
     """Hold a request that no replica can take until one returns; if none will, it stays pending."""
@@ -177,6 +184,21 @@ def _hold(fleet, tables, c, n):
             arrival_heap.push(fleet.heap[c], cluster, events[k]["at"], n)
             return
     fleet.requests[c, n]["replica"] = NO_REPLICA
+
+
+@inner
+def _queue(fleet, tables, c, n):
+    """Let a request wait at the router until a replica has room."""
+    cluster = fleet.clusters[c]
+    fact = tables.facts[cluster["table"], n]
+    if cluster["learns"] == LEARNS_EVENTS:
+        clock.take_events(fleet, tables, c, cluster["now"])
+    for r in range(cluster["n_replicas"]):
+        _look_up_prefix(fleet, tables, c, r, n)
+    replicas = fleet.replicas_view[c, : cluster["n_replicas"]]
+    arrived = fleet.requests[c, n]["arrived"]
+    key = waiting_key(cluster["holding"], arrived, fact["prompt"], fact["ttft_slo"], replicas)
+    router_queue.push(fleet, tables.facts[cluster["table"]], c, n, key)
 
 
 @inlined
@@ -261,6 +283,8 @@ def _assign(fleet, tables, c, r):
     request["believed"] = view["cached_tokens"]
     request["predicted"] = ledger.whole_tokens(fleet.requests_view[c]["predicted_output"])
     request["priority"] = request_priority(cluster["order"], fleet.requests_view[c], view)
+    if cluster["holding"]["on"]:
+        router_queue.sent(fleet, tables.facts[cluster["table"]], c, n)
     fleet.router[c]["decisions"] += 1
     ledger.sent(view, fact["prompt"], view["cached_tokens"], request["predicted"], now)
     if fact["session"] >= 0:

@@ -221,6 +221,8 @@ def copy_cluster(source, s, target, d):
         target.heap[d, k] = source.heap[s, k]
     for k in range(source.last_replica.shape[1]):
         target.last_replica[d, k] = source.last_replica[s, k]
+    for k in range(source.flows.shape[1]):
+        target.flows[d, k] = source.flows[s, k]
     for r in range(n):
         target.servers[d, r] = source.servers[s, r]
         target.replicas_view[d, r] = source.replicas_view[s, r]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
-from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, decide, order_of
+from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, decide, holding_of, order_of
 from tailrace.sim import engine as kernel
 from tailrace.sim.build import build_fleet, build_tables, why_not_compiled
 from tailrace.sim.feasibility import check_cluster, check_requests
@@ -25,6 +25,7 @@ from tailrace.sim.types import (
     Tables,
 )
 from tailrace.view.devices import resolved
+from tailrace.view.holding import holding_row
 from tailrace.view.ordering import order_row
 from tailrace.view.records import View
 from tailrace.workload.table import RequestTable
@@ -67,8 +68,10 @@ def simulate(
         lookahead=rule is not None and rule.in_engine,
     )
     if rule is not None:
+        holding = holding_of(chosen)
+        gated = holding is not None and holding.uses_metrics
         simulation.look_only_at(
-            metrics=rule.uses_metrics, prefix=rule.uses_prefix, context=rule.uses_context
+            metrics=rule.uses_metrics or gated, prefix=rule.uses_prefix, context=rule.uses_context
         )
     call_hook(chosen, "reset", cluster.size, seed)
     simulation.run(chosen, progress)
@@ -197,6 +200,7 @@ class Simulation:
     def run(self, policy: Policy, progress: Progress | None = None) -> None:
         """Route all remaining requests with one policy."""
         self._fleet.clusters["order"] = order_row(order_of(policy))
+        self._fleet.clusters["holding"] = holding_row(holding_of(policy))
         if isinstance(policy, BuiltinPolicy):
             self._run_builtin(policy, progress)
         else:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.view.holding import HOLDING
 from tailrace.view.ordering import ORDER
 
 SARATHI, VLLM, VLLM_V1 = 0, 1, 2
@@ -33,6 +34,7 @@ SERVER = np.dtype(
         ("compat", "i8"),  # 1: with Vidur's defects
         ("exact", "i8"),  # 1: no fast-forward
         ("ordered", "i8"),  # 1: serves by priority (vllm_v1), else first come, first served
+        ("hidden", "i8"),  # 1: has no room for the request being routed, see router_queue.py
         # time
         ("speed", "f8"),
         ("busy", "i8"),  # 1: an iteration is running
@@ -119,7 +121,7 @@ REQUEST_STATE = np.dtype(
         ("early", "i4"),  # neighbours by deadline among those without a first token
         ("late", "i4"),
         ("overdue", "i4"),  # 1: counted as past its deadline
-        ("reserved", "i4"),
+        ("charged", "i4"),  # tokens its client was charged; -1: will be; see router_queue.py
     ]
 )
 
@@ -162,6 +164,11 @@ CLUSTER = np.dtype(
         ("batch_count", "i8"),  # recorded iterations in Fleet.batches
         ("news_count", "i8"),  # recorded news in Fleet.news
         ("order", ORDER),  # by which requests get their priorities
+        ("holding", HOLDING),  # when requests wait at the router, see router_queue.py
+        ("held", "i8"),  # requests that wait there
+        ("held_head", "i8"),  # in the order of arrival, -1: none
+        ("held_tail", "i8"),
+        ("virtual", "f8"),  # what the client served last had been served before, tokens
         ("view_context", "i8"),  # 1: fill the view's context_tokens and moving averages
         ("view_prefix", "i8"),  # 1: fill the view's cached_tokens of all replicas
         ("learns", "i8"),  # when the prefix index learns of a prompt: LEARNS_SENT ...
@@ -213,6 +220,9 @@ LEARNS_CODES = {
     "first_token": LEARNS_FIRST_TOKEN,
     "events": LEARNS_EVENTS,
 }
+#: A client: tokens served, and requests that wait at the router.
+FLOW = np.dtype([("served", "f8"), ("waiting", "i8")])
+
 #: A KV event on its way to the router. Number 2 n: prompt n is prefilled; 2 n + 1: it is answered.
 KV_EVENT = np.dtype([("at", "f8"), ("next", "i8")])
 
@@ -246,7 +256,7 @@ REQUEST_FACT = np.dtype(
         ("run_count", "i4"),
         ("piece_count", "i4"),
         ("priority", "i4"),
-        ("reserved", "i4"),
+        ("tenant", "i4"),  # number of its client, from 0
     ]
 )
 
@@ -308,6 +318,7 @@ class Fleet(NamedTuple):
     router: NDArray[np.void]  #: [C] ROUTER
     costs: NDArray[np.void]  #: [C, N] COST
     last_replica: NDArray[np.int32]  #: [C, sessions]
+    flows: NDArray[np.void]  #: [C, tenants] FLOW
     index_entries: NDArray[np.void]  #: [C, N, e + 1] prefix index, see view/prefix_index.py
     index_slots: NDArray[np.int32]  #: [C, N, s]
     index_totals: NDArray[np.void]  #: [C, N]

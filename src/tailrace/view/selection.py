@@ -29,6 +29,15 @@ def random_below(router, n):
     return np.int64(random_u64(router) % np.uint64(n))
 
 
+@inner
+def any_available(replicas):
+    """Whether some replica of ``replicas`` [n] REPLICA_VIEW may get requests."""
+    for i in range(replicas.size):  # noqa: SIM110 (Numba knows no any() of a generator)
+        if replicas[i]["available"] != 0:
+            return True
+    return False
+
+
 @jit
 def choose(scores, replicas, router, lowest_id_wins):
     """Return the available replica of least score, ties at random; NO_REPLICA if there is none.

@@ -35,7 +35,10 @@ REQUEST = np.dtype(
         ("priority", "i4"),  # higher is more urgent; carried, not used by the engines
         ("run_start", "i8"),  # first of its runs in RequestTable.runs
         ("run_count", "i4"),
-        ("tenant", "i4"),  # number of the customer, -1: unknown; carried, not used by the engines
+        (
+            "tenant",
+            "i4",
+        ),  # number of the customer, -1: unknown; clients share fairly where they wait
     ]
 )
 

@@ -35,7 +35,7 @@ def _resolve(name: str) -> tuple[str, Role]:
     if suffix:
         spec, role = _resolve(base)
         if suffix.endswith(shipped.TUNED_SUFFIX):
-            rule = base + registry.ORDER_SUFFIX
+            rule = base + suffix.removesuffix(shipped.TUNED_SUFFIX)
             suffix = shipped.spec_of(rule, shipped.constants_of(rule)).removeprefix(base)
         return spec + suffix, role
     if name.endswith(shipped.TUNED_SUFFIX):
@@ -54,9 +54,10 @@ def _resolve(name: str) -> tuple[str, Role]:
 def fingerprint(spec: str, scenario: Scenario) -> str:
     """Return a digest of a policy's constants, weights or source file."""
     policy = policy_for(scenario, spec)
-    base, _ = registry.split_order(spec)
-    if policy.order is not None:
-        text = f"{fingerprint(base, scenario)} {policy.order}".encode()
+    base, suffix = registry.split_order(spec)
+    if suffix:
+        added = policy.order if suffix.startswith(registry.ORDER_SUFFIX) else policy.holding
+        text = f"{fingerprint(base, scenario)} {added}".encode()
     elif isinstance(policy, BuiltinPolicy) and not isinstance(policy, LearnedPolicy):
         rule = policy.rule
         text = f"{rule.name} {rule.version} {policy.params.tolist()}".encode()

@@ -1,5 +1,6 @@
 """Dispatchers decide where requests go; the engine calls them and reports events."""
 
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -30,6 +31,14 @@ class Dispatcher:
         before the next is decided.
         """
         raise NotImplementedError
+
+    def sent(self, now: float, requests: Sequence[Request]) -> Iterable[tuple[Request, int]]:
+        """Give out each request that is sent now with its replica; ``requests`` have arrived."""
+        return zip(requests, self.route(now, requests), strict=True)
+
+    def next_due(self) -> float:
+        """Return when a request that waits at the router must be sent, s; inf: never."""
+        return math.inf
 
     def before(self, now: float) -> None:
         """Called before anything happens at ``now`` (s)."""

@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
-from tailrace.policy.base import Policy
+from tailrace.policy.base import Policy, holding_of
 from tailrace.sim.feasibility import check_cluster, check_requests
 from tailrace.sim.reference.content import BlockNames
 from tailrace.sim.reference.dispatch import Dispatcher, RecordedDispatcher
+from tailrace.sim.reference.holding import HoldingDispatcher
 from tailrace.sim.reference.request import Batch, Request
 from tailrace.sim.reference.routing import PolicyDispatcher
 from tailrace.sim.reference.server import NEVER_S, Server, batch_rows
@@ -66,7 +67,8 @@ class ReferenceEngine:
         if replicas is not None:
             dispatcher = self._recorded(replicas)
         elif policy is not None:
-            dispatcher = PolicyDispatcher(policy, self.table, self.replicas, self.router, self.seed)
+            kind = PolicyDispatcher if holding_of(policy) is None else HoldingDispatcher
+            dispatcher = kind(policy, self.table, self.replicas, self.router, self.seed)
         elif dispatcher is None:
             raise TailraceError("a run needs a policy, recorded replicas or a dispatcher")
         return ReferenceRun(self, dispatcher, record_batches).run()
@@ -151,6 +153,7 @@ class ReferenceRun:
 
     def _next_instant(self) -> float:
         times = [server.next_end_s for server in self.servers]
+        times.append(self.dispatcher.next_due())
         if self._arrivals:
             times.append(self._arrivals[0][0])
         if self._events:
@@ -168,13 +171,11 @@ class ReferenceRun:
     # ---- requests -------------------------------------------------------------------------------
 
     def _route(self, request_ids: list[int], now: float) -> None:
-        if not request_ids:
-            return
         if not any(server.available for server in self.servers):
             self._held_back.extend(request_ids)
             return
         requests = [self._new_request(request_id, now) for request_id in request_ids]
-        for request, replica in zip(requests, self.dispatcher.route(now, requests), strict=True):
+        for request, replica in self.dispatcher.sent(now, requests):
             if not 0 <= replica < len(self.servers):
                 raise TailraceError(f"request {request.id} was sent to replica {replica}")
             self.decisions += 1

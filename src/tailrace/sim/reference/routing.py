@@ -91,9 +91,18 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
 
     def _show_replicas(self, facts: RequestFacts) -> None:
         super()._show_replicas(facts)
-        keys, tokens = self.runs(facts.number)
+        self._show_cached(facts)
         for number, view in enumerate(self.views):
             view["available"] = self.servers[number].available
+            if self._names is not None:
+                own = self._prompt_blocks(self._names, facts, int(view["block_size"]))
+                active = self._active_blocks(self._names, number)
+                view["active_blocks"] = len(active)
+                view["new_blocks"] = len(own - active)
+
+    def _show_cached(self, facts: RequestFacts) -> None:
+        keys, tokens = self.runs(facts.number)
+        for number, view in enumerate(self.views):
             view["cached_tokens"] = 0
             if self._caching[number]:
                 size = int(view["block_size"])
@@ -101,11 +110,6 @@ class PolicyDispatcher(Dispatcher, Bookkeeper):
                 # The last token of a prompt is always computed, so its block never counts.
                 view["cached_tokens"] = min(match, facts.prompt_tokens - 1) // size * size
                 view["index_tokens"] = prefix_index.held_tokens(self._index, number)
-            if self._names is not None:
-                own = self._prompt_blocks(self._names, facts, int(view["block_size"]))
-                active = self._active_blocks(self._names, number)
-                view["active_blocks"] = len(active)
-                view["new_blocks"] = len(own - active)
 
     def _active_blocks(self, names: BlockNames, replica: int) -> set[BlockId]:
         """Names of the full blocks of all prompts in flight on a replica."""

@@ -95,7 +95,7 @@ class Pick(RoutedRequest):
             return
         super()._wait()
 
-    def admitted(self) -> bool:
+    def admitted(self, overtook: int = 0) -> bool:
         """Pick a backend; False: none has room."""
         if self.arrival is None:
             # Not routed by content: any backend of the subset with the fewest requests.
@@ -110,7 +110,7 @@ class Pick(RoutedRequest):
                 self.trace.attempt()
             self._send()
             return True
-        return super().admitted()
+        return super().admitted(overtook)
 
     def _send(self) -> None:
         self.stage = SENT

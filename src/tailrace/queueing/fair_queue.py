@@ -42,6 +42,8 @@ class QueuedItem(Generic[T]):
     """When it was queued, on the caller's clock."""
     number: int
     """Position in the order of arrival."""
+    overtook: int = 0
+    """Earlier ones that still waited when it was taken out."""
 
 
 class FairQueue(Generic[T]):
@@ -134,7 +136,8 @@ class FairQueue(Generic[T]):
     def _take_out(self, queued: QueuedItem[T]) -> None:
         number, flow = queued.number, queued.flow
         del self.items[number], self._numbers[id(queued.item)]
-        del self._arrivals[bisect_left(self._arrivals, number)]
+        queued.overtook = bisect_left(self._arrivals, number)
+        del self._arrivals[queued.overtook]
         priorities = self._lanes[queued.lane]
         flows = priorities[queued.priority]
         del flows[flow][bisect_left(flows[flow], (queued.key, number))]

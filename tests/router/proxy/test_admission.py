@@ -14,15 +14,15 @@ class Room:
 
 class Item:
     def __init__(
-        self, name: str, room: Room, priority: int = 0, flow: str = "", lane: str = ""
+        self, name: str, room: Room, priority: int = 0, flow: str = "", lane: str = "", key: int = 0
     ) -> None:
         self.name = name
         self.room = room
-        self.priority = priority
+        self.priority, self.key = priority, key
         self.flow, self.weight, self.cost, self.lane = flow, 1.0, 1.0, lane
         self.why: str | None = None
 
-    def admitted(self) -> bool:
+    def admitted(self, overtook: int = 0) -> bool:
         if self.room.free == 0:
             return False
         self.room.free -= 1
@@ -46,6 +46,24 @@ def test_most_urgent_first_then_first_come() -> None:
     queue.pump(2)
     assert room.order == ["b", "e", "a", "d", "c"]
     assert len(queue) == 0
+
+
+def test_the_policys_order_holds_within_a_client_only() -> None:
+    room, queue = Room(9), Queue(AdmissionSettings())
+    for name, flow, key in (("a", "x", 5), ("b", "x", 1), ("c", "y", 9), ("d", "x", 1)):
+        assert queue.push(Item(name, room, flow=flow, key=key), 0)
+    queue.pump(0)
+    assert room.order.index("b") < room.order.index("d") < room.order.index("a")
+
+
+def test_who_has_waited_longest_goes_first_once_overdue() -> None:
+    room, queue = Room(), Queue(AdmissionSettings())
+    for at, (name, priority, key) in enumerate((("old", 9, 9), ("b", 0, 1), ("c", 0, 2))):
+        assert queue.push(Item(name, room, priority, key=key), float(at))
+    room.free = 2
+    queue.pump(5.0, max_wait_s=5.0)
+    assert room.order == ["old", "b"]
+    assert [queued.item.name for queued in queue._waiting] == ["c"]
 
 
 def test_a_full_queue_sheds_the_least_urgent() -> None:
@@ -103,7 +121,7 @@ def test_room_that_appears_while_one_is_sent() -> None:
     room, queue = Room(1), Queue(AdmissionSettings())
 
     class Instant(Item):
-        def admitted(self) -> bool:
+        def admitted(self, overtook: int = 0) -> bool:
             if not super().admitted():
                 return False
             room.free += 1

@@ -28,6 +28,7 @@ from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.router.decide.reasons import phrase
 from tailrace.router.decide.turns import Turns
+from tailrace.router.decide.waiting_rules import WaitingRules
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels as k
@@ -167,6 +168,8 @@ class Chooser:
             self._main = self._role(settings.policy, k.MAIN)
             self._canary = self._role(settings.canary, k.CANARY) if settings.canary else None
             self._shadow = self._role(settings.shadow, k.SHADOW) if settings.shadow else None
+            self.waiting_rules = WaitingRules(cluster, self._main.policy)
+            """What the policy says about requests that wait."""
         except BaseException:
             cluster.listeners = listeners
             raise
@@ -187,6 +190,7 @@ class Chooser:
         for role in (self._main, self._canary, self._shadow):
             if role is not None:
                 self.cluster.unlisten(role.policy)
+        self.cluster.unlisten(self.waiting_rules)
 
     def resize(self, count: int) -> None:
         """Let policies written in Python start anew if there is another number of replicas."""

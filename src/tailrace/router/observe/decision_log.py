@@ -348,6 +348,9 @@ class DecisionLog:
         }
         if decision.priority is not None:
             record["server_priority"] = decision.priority
+        if decision.waited_s is not None:
+            record["waited_s"] = round(decision.waited_s, 6)
+            record["overtook"] = decision.overtook
         if self.settings.content:
             runs = arrival.runs
             count = runs.keys.size

@@ -189,6 +189,8 @@ def _recent(telemetry: Telemetry, snapshot: RouterSnapshot) -> list[dict[str, An
             "cached_tokens": decision.cached,
             "predicted_ttft_s": decision.ttft_s,
             "priority": decision.priority,
+            "waited_s": decision.waited_s,
+            "overtook": decision.overtook,
             "took_s": decision.took_s,
             "scores": [
                 {"replica": _name(names, r), "score": float(decision.scores[r])}

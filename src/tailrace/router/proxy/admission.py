@@ -36,18 +36,25 @@ class Waiting(Protocol):
         """Tokens it is expected to take."""
 
     @property
+    def key(self) -> int:
+        """Lower goes first among the requests of one client and priority."""
+
+    @property
     def lane(self) -> Hashable:
         """Equal for requests that the same backends can take."""
 
-    def admitted(self) -> bool:
-        """Try again to send it; False: there is still no room."""
+    def admitted(self, overtook: int = 0) -> bool:
+        """Try again to send it, ahead of so many that came earlier; False: there is no room."""
 
     def shed(self, why: str) -> None:
         """It is rejected."""
 
 
 class Queue:
-    """Requests that wait for room: most urgent first, then fairly by tokens between clients."""
+    """Requests that wait for room.
+
+    Most urgent first, then fairly by tokens between clients, then in the policy's order.
+    """
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
@@ -77,8 +84,8 @@ class Queue:
             self._waiting.remove(victim)
             victim.shed("every replica is busy, and others have more right to a place in the queue")
         self._waiting.push(
-            waiting, flow=flow, weight=weight, cost=cost, priority=priority, lane=waiting.lane,
-            since=now,
+            waiting, flow=flow, weight=weight, cost=cost, priority=priority,
+            key=waiting.key, lane=waiting.lane, since=now,
         )  # fmt: skip
         return True
 
@@ -94,18 +101,22 @@ class Queue:
         """A request that was sent took ``more`` tokens than its client was charged for."""
         self._waiting.correct(flow, weight, more)
 
-    def pump(self, now: float) -> None:
-        """There may be room: send what can be sent, in order."""
+    def pump(self, now: float, max_wait_s: float = math.inf) -> None:
+        """There may be room: send what can be sent, in order.
+
+        Who has waited ``max_wait_s`` is tried first.
+        """
         if self._pumping:
             self._again = True  # sending one may end it at once, and make room again
             return
         self._pumping = True
         full: set[Hashable] = set()
         try:
+            self._send_overdue(now, max_wait_s)
             # Out before it is tried: it may be shed or sent within the call.
             while (queued := self._waiting.pop(full)) is not None:
                 self._again = False
-                if queued.item.admitted():
+                if queued.item.admitted(queued.overtook):
                     self._passed(now)
                     continue
                 self._waiting.put_back(queued)
@@ -115,6 +126,13 @@ class Queue:
                     full.add(queued.lane)
         finally:
             self._pumping = False
+
+    def _send_overdue(self, now: float, max_wait_s: float) -> None:
+        while (queued := self._waiting.pop_overdue(now, max_wait_s)) is not None:
+            if not queued.item.admitted(queued.overtook):
+                self._waiting.put_back(queued)
+                return
+            self._passed(now)
 
     def sweep(self, now: float) -> None:
         """Reject what has waited too long."""

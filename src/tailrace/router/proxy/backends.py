@@ -191,6 +191,8 @@ class Backends:
         """By number, including those that were removed and still have their number."""
         self.peers: Callable[[Backend], Iterable[Collection[Backend]]] = lambda _: (self.present,)
         """Groups of backends of which each must keep some: those that serve the same model."""
+        self.room_made: Callable[[], None] = lambda: None
+        """Called when a replica may have room again by the limits of the policy's queue."""
         self._retired = retired
         self._now = 0.0
         self._turn = 0
@@ -202,6 +204,10 @@ class Backends:
                 self.all[-1].health.remove(True)
         self._drain(configuration)
         self.refresh(self._now)
+        self._follow_room()
+
+    def _follow_room(self) -> None:
+        self.chooser.waiting_rules.room_made = lambda: self.room_made()
 
     @property
     def present(self) -> list[Backend]:
@@ -230,6 +236,7 @@ class Backends:
         if change.chooser is not None:
             self.chooser.close()
             self.chooser = change.chooser
+            self._follow_room()
         wanted = {b.url: b for b in settings.backends}
         places = [wanted.get(s.url) if not s.removed_in else None for s in configuration.slots]
         while places and places[-1] is None and len(places) > len(self.all):
@@ -302,13 +309,17 @@ class Backends:
         return frozenset(b.index for b in self.all)
 
     def choose(
-        self, arrival: Arrival, tried: Collection[Backend], ineligible: frozenset[int] = NONE
-    ) -> Decision | None:
+        self, arrival: Arrival, tried: Collection[Backend], ineligible: frozenset[int] = NONE,
+        waited_s: float = 0.0,
+    ) -> Decision | None:  # fmt: skip
         """Choose a backend for a request; None: no available one has room.
 
         ``ineligible``: numbers of backends that cannot take it, for instance because they do not
-        serve its model.
+        serve its model. ``waited_s``: the limits of the policy's queue hold no one for ever.
         """
+        rules = self.chooser.waiting_rules
+        if rules.holding is not None and waited_s < rules.max_wait_s:
+            ineligible = ineligible | rules.full()
         excluded: Set[int] = self.full
         if ineligible:
             excluded = excluded | ineligible

@@ -66,7 +66,7 @@ class RequestContext:
     def admit_waiting(self) -> None:
         """There may be room for a request: admit those that wait, in order."""
         if self.queue.items:
-            self.queue.pump(self.now)
+            self.queue.pump(self.now, self.backends.chooser.waiting_rules.max_wait_s)
             self.report_waiting()
 
     def report_waiting(self) -> None:

@@ -56,6 +56,7 @@ class RequestIntake:
             models=models,
         )
         self.context.set_up(settings)
+        backends.room_made = self.context.admit_waiting
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
         self._mean_output = backends.cluster.mean_output  # tokens, as of the last sweep

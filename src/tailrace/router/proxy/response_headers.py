@@ -32,7 +32,18 @@ def headers(
         backend.label_bytes,
         _VALUES.get(decision.policy) or _header_value(decision.policy),
         _VALUES.get(decision.reason) or _header_value(decision.reason),
-    ) + (b"" if decision.priority is None else b"x-tailrace-priority: %d\r\n" % decision.priority)
+    ) + b"".join(b"%b: %b\r\n" % line for line in _served_in_turn(decision))
+
+
+def _served_in_turn(decision: Decision) -> list[tuple[bytes, bytes]]:
+    """Return headers about the order in which requests are served; mostly none."""
+    found = []
+    if decision.priority is not None:
+        found.append((b"x-tailrace-priority", b"%d" % decision.priority))
+    if decision.waited_s is not None:
+        waited = b"waited_s=%.3f, overtook=%d" % (decision.waited_s, decision.overtook)
+        found.append((b"x-tailrace-queue", waited))
+    return found
 
 
 def explanation(backend: Backend, decision: Decision | None) -> list[tuple[bytes, bytes]]:
@@ -41,8 +52,7 @@ def explanation(backend: Backend, decision: Decision | None) -> list[tuple[bytes
     if decision is not None:
         found.append((b"x-tailrace-policy", _header_value(decision.policy)))
         found.append((b"x-tailrace-reason", _header_value(decision.reason)))
-        if decision.priority is not None:
-            found.append((b"x-tailrace-priority", b"%d" % decision.priority))
+        found += _served_in_turn(decision)
     return found
 
 

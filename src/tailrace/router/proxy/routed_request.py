@@ -132,6 +132,13 @@ class RoutedRequest:
         return arrival.prompt_tokens + (output if asked.generates else 0.0)
 
     @property
+    def key(self) -> int:
+        """Lower goes first among the requests of one client and priority."""
+        if self.arrival is None:
+            return 0
+        return self._context.backends.chooser.waiting_rules.key(self.arrival)
+
+    @property
     def lane(self) -> tuple[object, ...]:
         """Equal for requests that the same backends can take."""
         place = self._context.models.place(self._model)
@@ -162,8 +169,11 @@ class RoutedRequest:
             after = max(1, round(context.settings.health.open_s))
             self._reply(503, "no replica is available", "shed", b"retry-after: %d\r\n" % after)
 
-    def admitted(self) -> bool:
-        """Choose a backend and send; False: none has room. Also called by the queue."""
+    def admitted(self, overtook: int = 0) -> bool:
+        """Choose a backend and send; False: none has room. Also called by the queue.
+
+        ``overtook``: requests that have waited longer and still wait.
+        """
         context, arrival, decision = self._context, self.arrival, None
         backends = context.backends
         if arrival is None:
@@ -173,8 +183,9 @@ class RoutedRequest:
             backend.begin(limited=False)
         else:
             tried, excluded = self._tried, self._excluded()
+            waited_s = context.now - self._started_at if self._queued else 0.0
             while True:
-                decision = backends.choose(arrival, tried, excluded)
+                decision = backends.choose(arrival, tried, excluded, waited_s)
                 if decision is None:
                     return False
                 backend = backends.all[decision.replica]
@@ -182,6 +193,9 @@ class RoutedRequest:
                     break
                 tried = [*tried, backend]  # another worker was faster
             self.decision = decision
+            if self._queued:
+                decision.waited_s = backends.cluster.clock() - arrival.arrived_at
+                decision.overtook = overtook
             if decision.priority is not None and not self._told(backend, arrival):
                 decision.priority = None
         if not self._attempts and (self._queued or context.queue.items) and self.flow:

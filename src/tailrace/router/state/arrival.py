@@ -37,6 +37,10 @@ class Decision:
     """How much later the first token is predicted at the shadow's choice; negative: earlier."""
     priority: int | None = None
     """Priority that the server is told, lower first; None: it is told none."""
+    waited_s: float | None = None
+    """How long the request waited at the router for room; None: it did not."""
+    overtook: int = 0
+    """Requests that had waited longer and still waited when this one was sent."""
 
 
 class Arrival:

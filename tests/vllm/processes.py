@@ -120,15 +120,19 @@ def vllm_server(
     longest: int = 2048,
     batch: int = BATCH,
     blocks: int = BLOCKS,
+    more: tuple[str, ...] = (),
 ) -> Process:
-    """A real server with the tiny model; not started. ``longest``: tokens of prompt and answer."""
+    """A real server with the tiny model; not started.
+
+    ``longest``: tokens of prompt and answer. ``more``: further flags.
+    """
     port = free_port()
     flags = [
         "--model", str(model), "--served-model-name", MODEL,
         "--host", "127.0.0.1", "--port", str(port),
         "--dtype", "float32", "--max-model-len", str(longest), "--enforce-eager",
         "--max-num-seqs", str(batch), "--block-size", str(BLOCK_TOKENS),
-        "--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details",
+        "--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details", *more,
     ]  # fmt: skip
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *flags]
     server = Process(name, command, port, log)
@@ -139,7 +143,10 @@ def vllm_server(
 class Router(Process):
     """``tailrace serve`` in front of some addresses."""
 
-    def __init__(self, backends: dict[str, str], folder: Path, policy: str) -> None:
+    def __init__(
+        self, backends: dict[str, str], folder: Path, policy: str, *, by_priority: bool = False
+    ) -> None:
+        """``by_priority``: the servers were started to serve by priority."""
         port, admin_port = free_port(), free_port()
         self.decisions = folder / "decisions"
         settings = folder / "router.toml"
@@ -153,6 +160,8 @@ class Router(Process):
         ]  # fmt: skip
         for name, url in backends.items():
             lines += ["[[backends]]", f"name = {json.dumps(name)}", f"url = {json.dumps(url)}"]
+            if by_priority:
+                lines += ["[backends.server]", 'scheduling_policy = "priority"']
         settings.write_text("\n".join(lines) + "\n")
         command = [sys.executable, "-m", "tailrace.cli", "serve", "--config", str(settings)]
         super().__init__("router", command, port, folder / "router.log")

@@ -23,7 +23,6 @@ from tailrace.evaluate.measure.metrics import summarise
 from tailrace.evaluate.measure.runner import run
 from tailrace.evaluate.measure.tail import extremes
 from tailrace.files import atomic_path
-from tailrace.policy import registry
 from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, seeds
 
@@ -210,6 +209,50 @@ def summary_of(
     }
 
 
+def markdown(found: dict[str, Any]) -> str:
+    """Return the tables of docs/order.md."""
+    summary, rows = found["summary"], found["scenarios"]
+    lines = [
+        "| placed by | order | queue | cost: order / alone | queue / alone | both / order |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rule, form in found["forms"].items():
+        gains = (
+            summary[k][rule]["cost"] for k in ("order_gain", "queue_gain", "holding_over_order")
+        )
+        order, queue = form["order"].partition("+order:")[2], form["queue"].partition("+queue:")[2]
+        shown = " | ".join(f"{gain:.3f}" for gain in gains)
+        lines.append(f"| `{rule}` | `{order}` | `{queue}` | {shown} |")
+    best = summary["best"]
+    lines += [
+        "",
+        "| against `" + best["plain"] + "` alone | cost | missed targets | P99 TTFT | "
+        "longest TTFT, worst | throughput, least |",
+        "|---|---|---|---|---|---|",
+    ]
+    shown_policies = {best[k]: best[k] for k in ("order", "queue", "both")}
+    shown_policies |= {policy: f"{policy} ({name})" for name, policy in found["rivals"].items()}
+    for policy, label in shown_policies.items():
+        r = summary["against_best_plain"][policy]
+        figures = (r[k] for k in ("cost", "missed", "ttft_p99", "longest_ttft", "throughput_least"))
+        lines.append(f"| `{label}` | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
+    lines += [
+        "",
+        "| scenario | policy | cost, s | missed | P99 TTFT, s | longest, s | requests/s | hits |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for scenario, by_policy in rows.items():
+        for kind in best:
+            policy = best[kind]
+            r = by_policy[policy]
+            lines.append(
+                f"| {scenario} | `{policy}` | {r['cost_s']:.3f} | {r['missed']:.1%} | "
+                f"{r['ttft_p99_s']:.2f} | {r['longest_ttft_s']:.1f} | {r['requests_per_s']:.2f} | "
+                f"{r['hit_rate']:.1%} |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Make the table and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -217,14 +260,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=4000, help="of each run")
     parser.add_argument("--seeds", type=int, default=4, help="evaluation seeds")
     parser.add_argument("--tuning", type=int, default=2, help="tuning seeds")
+    parser.add_argument("--markdown", action="store_true", help="print tables instead of JSON")
     parser.add_argument("-o", "--out", type=Path, help="write it to a file too")
     options = parser.parse_args()
-    for name in RULES:
-        registry.get(name)
     found = table(options.folder, options.requests, options.seeds, options.tuning)
     if options.out:
         with atomic_path(options.out) as path:
             path.write_text(json.dumps(found, indent=1) + "\n")
+    if options.markdown:
+        print(markdown(found))
+        return
     json.dump(found, sys.stdout, indent=1)
     print()
 

@@ -9,11 +9,15 @@ import pytest
 from router.conftest import Seen, World, post, reply, run, world
 from tailrace.errors import TailraceError
 
+STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 LONG, SHORT = "long " * 400, "short"
 
 
-def completion(prompt: str, *headers: str) -> bytes:
-    return post("/v1/completions", orjson.dumps({"prompt": prompt}), *headers)
+def completion(prompt: str, *headers: str, stream: bool = False) -> bytes:
+    body = {"prompt": prompt, "stream": stream}
+    return post("/v1/completions", orjson.dumps(body), *headers)
 
 
 class Gate:
@@ -47,12 +51,9 @@ def routing(queue: str) -> dict[str, Any]:
     return {"policy": f"least_outstanding+queue:{queue}", "limit_ms": 10_000}
 
 
-@pytest.mark.parametrize("limit", ["max_in_flight=1", "max_queued=1"])
-def test_requests_wait_only_while_no_replica_has_room_and_the_shortest_goes_first(
-    limit: str,
-) -> None:
+def test_requests_wait_only_while_no_replica_has_room_and_the_shortest_goes_first() -> None:
     async def test() -> None:
-        async with world(2, routing=routing(f"{limit},order=wspt")) as w:
+        async with world(2, routing=routing("max_in_flight=1,order=wspt")) as w:
             gate = Gate(w)
             asked = [asyncio.ensure_future(w.ask(completion(f"{k}"))) for k in range(2)]
             await until(lambda: len(gate.prompts) == 2)  # an idle replica is never left out
@@ -70,6 +71,35 @@ def test_requests_wait_only_while_no_replica_has_room_and_the_shortest_goes_firs
             assert "x-tailrace-queue" not in answers[0].headers
             assert answers[3].headers["x-tailrace-queue"].endswith("overtook=1")
             assert answers[2].headers["x-tailrace-queue"].endswith("overtook=0")
+
+    run(test(), limit_s=200)
+
+
+def test_a_first_token_makes_room() -> None:
+    """With ``max_queued`` the next request goes when the prompt before it is prefilled."""
+
+    async def test() -> None:
+        async with world(1, routing=routing("max_queued=1")) as w:
+            begin, end = asyncio.Event(), asyncio.Event()
+            prompts: list[str] = []
+
+            async def script(seen: Seen, reader: Any, writer: asyncio.StreamWriter) -> None:
+                prompts.append(orjson.loads(seen.body)["prompt"])
+                await begin.wait()
+                event = b'data: {"choices":[{"text":"a"}]}\n\n'
+                writer.write(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(event), event))
+                await writer.drain()
+                await end.wait()
+                writer.write(b"0\r\n\r\n")
+
+            w.backends[0].default = script
+            asked = [asyncio.ensure_future(w.ask(completion(p, stream=True))) for p in "ab"]
+            await until(lambda: len(prompts) + len(w.router.dispatcher.queue) == 2)
+            assert len(prompts) == 1
+            begin.set()
+            await until(lambda: len(prompts) == 2)
+            end.set()
+            assert [a.status for a in await asyncio.gather(*asked)] == [200, 200]
 
     run(test(), limit_s=200)
 

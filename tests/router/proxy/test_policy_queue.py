@@ -108,7 +108,7 @@ def test_a_more_urgent_class_goes_before_a_shorter_prompt() -> None:
     async def test() -> None:
         async with world(1, routing=routing("max_in_flight=1,order=wspt")) as w:
             gate = Gate(w)
-            sent = [completion("first"), completion(SHORT), completion(LONG, "x-priority: 1")]
+            sent = [completion("first"), completion(SHORT), completion(LONG, "x-priority: -1")]
             asked = []
             for k, one in enumerate(sent):
                 asked.append(asyncio.ensure_future(w.ask(one)))

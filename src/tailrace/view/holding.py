@@ -96,20 +96,18 @@ class Holding:
     @property
     def suffix(self) -> str:
         """How it is written behind the name of a policy."""
-        default = Holding(max_in_flight=1)
-        parts = [
-            f"{name}={getattr(self, name):g}"
-            for name in LIMITS
-            if getattr(self, name) != (30.0 if name == "max_wait_s" else math.inf)
-        ]
+        changed = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        parts = [f"{f.name}={getattr(self, f.name):g}" for f in changed if f.name != "order"]
+        fcfs = NAMED_ORDERS["fcfs"]
         named = [name for name, order in NAMED_ORDERS.items() if order == self.order]
-        if named and self.order != default.order:
+        if named and self.order != fcfs:
             parts.append(f"order={named[0]}")
         elif not named:
+            weights = [f.name for f in fields(Order)]
             parts += [
-                f"{f.name}={getattr(self.order, f.name):g}"
-                for f in fields(Order)
-                if getattr(self.order, f.name) != getattr(default.order, f.name)
+                f"{name}={getattr(self.order, name):g}"
+                for name in weights
+                if getattr(self.order, name) != getattr(fcfs, name)
             ]
         return "+queue:" + ",".join(parts)
 

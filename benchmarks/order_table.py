@@ -118,14 +118,32 @@ def best_of(runs: Runs, worlds: Sequence[Scenario], policies: Sequence[str], cou
     return min(policies, key=score)
 
 
-def tuned(runs: Runs, worlds: Sequence[Scenario], rule: str, count: int) -> dict[str, str]:
-    """Return a rule in its four forms."""
-    order = best_of(runs, worlds, [f"{rule}+order:w={w}" for w in WEIGHTS], count)
-    limit = best_of(runs, worlds, [f"{rule}+queue:{k},{ORDERS[0]}" for k in LIMITS], count)
-    base = limit.removesuffix("," + ORDERS[0])
-    queue = best_of(runs, worlds, [f"{base},{how}" for how in ORDERS], count)
-    both = order + queue.removeprefix(rule)
-    return {"plain": rule, "order": order, "queue": queue, "both": both}
+def ordered(rule: str) -> list[str]:
+    """Return a rule with the orders that are tried."""
+    return [f"{rule}+order:w={w}" for w in WEIGHTS]
+
+
+def limited(rule: str) -> list[str]:
+    """Return a rule with the limits that are tried."""
+    return [f"{rule}+queue:{limit},{ORDERS[0]}" for limit in LIMITS]
+
+
+def tuned(runs: Runs, worlds: Sequence[Scenario], count: int) -> dict[str, dict[str, str]]:
+    """Return every rule in its four forms."""
+    of = seeds(Purpose.TUNING, count)
+    runs.make(worlds, [p for rule in RULES for p in (*ordered(rule), *limited(rule))], of)
+    queues = {}
+    for rule in RULES:
+        base = best_of(runs, worlds, limited(rule), count).removesuffix("," + ORDERS[0])
+        queues[rule] = [f"{base},{how}" for how in ORDERS]
+    runs.make(worlds, [p for tried in queues.values() for p in tried], of)
+    forms = {}
+    for rule in RULES:
+        order = best_of(runs, worlds, ordered(rule), count)
+        queue = best_of(runs, worlds, queues[rule], count)
+        both = order + queue.removeprefix(rule)
+        forms[rule] = {"plain": rule, "order": order, "queue": queue, "both": both}
+    return forms
 
 
 def table(folder: Path, requests: int, count: int, tuning: int) -> dict[str, Any]:
@@ -133,7 +151,7 @@ def table(folder: Path, requests: int, count: int, tuning: int) -> dict[str, Any
     runs = Runs(folder, requests)
     worlds = [*(scenarios.load(name) for name in STANDARD), CODING]
     of = seeds(Purpose.EVALUATION, count)
-    forms = {rule: tuned(runs, worlds, rule, tuning) for rule in RULES}
+    forms = tuned(runs, worlds, tuning)
     rivals = {name: best_of(runs, worlds, tried, tuning) for name, tried in RIVALS.items()}
     policies = [p for form in forms.values() for p in form.values()] + list(rivals.values())
     runs.make(worlds, policies, of)

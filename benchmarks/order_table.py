@@ -38,7 +38,7 @@ STANDARD = (
 CODING = Scenario(
     name="coding-agents",
     cluster=Cluster(replicas=(Replica(count=8),)),
-    workload=Workload(name="coding-agents", prompt_scale=0.125, rate=40.0),
+    workload=Workload(name="coding-agents", prompt_scale=0.125, rate=12.0),
 )
 WEIGHTS = (3, 10, 30, 100)
 LIMITS = (

@@ -72,7 +72,7 @@ def test_requests_wait_only_while_no_replica_has_room_and_the_shortest_goes_firs
             assert answers[3].headers["x-tailrace-queue"].endswith("overtook=1")
             assert answers[2].headers["x-tailrace-queue"].endswith("overtook=0")
 
-    run(test(), limit_s=200)
+    run(test(), limit_s=600)
 
 
 def test_a_first_token_makes_room() -> None:
@@ -101,7 +101,7 @@ def test_a_first_token_makes_room() -> None:
             end.set()
             assert [a.status for a in await asyncio.gather(*asked)] == [200, 200]
 
-    run(test(), limit_s=200)
+    run(test(), limit_s=600)
 
 
 def test_a_more_urgent_class_goes_before_a_shorter_prompt() -> None:
@@ -117,7 +117,7 @@ def test_a_more_urgent_class_goes_before_a_shorter_prompt() -> None:
             await asyncio.gather(*asked)
             assert gate.prompts == ["first", LONG, SHORT]
 
-    run(test(), limit_s=200)
+    run(test(), limit_s=600)
 
 
 def test_who_has_waited_long_enough_is_sent_room_or_not() -> None:
@@ -133,7 +133,7 @@ def test_who_has_waited_long_enough_is_sent_room_or_not() -> None:
             gate.let_go(2)
             assert [a.status for a in await asyncio.gather(*asked)] == [200, 200]
 
-    run(test(), limit_s=200)
+    run(test(), limit_s=600)
 
 
 def test_an_operators_limit_is_never_exceeded() -> None:
@@ -153,7 +153,7 @@ def test_an_operators_limit_is_never_exceeded() -> None:
             gate.let_go()
             assert (await asked[0]).status == 200
 
-    run(test(), limit_s=200)
+    run(test(), limit_s=600)
 
 
 def test_an_order_alone_says_who_is_next_at_an_operators_limit() -> None:
@@ -169,7 +169,7 @@ def test_an_order_alone_says_who_is_next_at_an_operators_limit() -> None:
             await asyncio.gather(*asked)
             assert gate.prompts == ["first", SHORT, LONG]
 
-    run(test(), limit_s=200)
+    run(test(), limit_s=600)
 
 
 def test_a_queue_without_a_limit_is_refused() -> None:
@@ -178,4 +178,4 @@ def test_a_queue_without_a_limit_is_refused() -> None:
             raise AssertionError("it was accepted")
 
     with pytest.raises(TailraceError, match="nobody ever waits"):
-        run(test(), limit_s=200)
+        run(test(), limit_s=600)

@@ -73,7 +73,7 @@ def _enqueue_first(server, requests, r):
 
 
 @inner
-def _enqueue_sorted(server, requests, r):
+def enqueue_sorted(server, requests, r):
     """Insert a request into the queue of vllm_v1, which is ordered by (time sent, id)."""
     sent = requests[r]["sent"]
     before = -1
@@ -439,7 +439,7 @@ def _preempt(server, slots, phase, kv, requests, content, i, served):
     if server["ordered"]:
         _enqueue_by_priority(server, requests, r)
     elif server["scheduler"] == VLLM_V1:
-        _enqueue_sorted(server, requests, r)
+        enqueue_sorted(server, requests, r)
     else:
         _enqueue_first(server, requests, r)
 

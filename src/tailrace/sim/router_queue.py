@@ -98,7 +98,8 @@ def _take_out(fleet, facts, c, before, n):
         cluster["held_tail"] = before
     cluster["held"] -= 1
     fleet.flows[c, facts[n]["tenant"]]["waiting"] -= 1
-    requests[n]["charged"] = -1  # it waited: charged when it is sent
+    if requests[n]["charged"] == 0:
+        requests[n]["charged"] = -1  # it waited: charged when it is sent
     return np.int64(n)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from tailrace.compiled import inlined, inner, jit
 from tailrace.sim import batching, kvcache, schedulers
-from tailrace.sim.types import LOST, NOT_ARRIVED, SLOT_REQUEST, WAITING
+from tailrace.sim.types import LOST, NOT_ARRIVED, SLOT_REQUEST, VLLM_V1, WAITING
 
 NOTHING, FORMED, ENDED = 0, 1, 2
 
@@ -80,7 +80,18 @@ def receive(server, requests, cost, r, now):
     request["status"] = WAITING
     request["sent"] = now
     server["requests"] += 1
-    batching.enqueue(server, requests, r)
+    tail = server["queue_tail"]
+    if (
+        server["scheduler"] == VLLM_V1
+        and server["ordered"] == 0
+        and server["queue_len"] > 0
+        and tail > r
+        and requests[tail]["sent"] == now
+    ):
+        # The router's queue sends several at one instant, not by number.
+        batching.enqueue_sorted(server, requests, r)
+    else:
+        batching.enqueue(server, requests, r)
     if server["ordered"]:
         batching.note_sent(server, requests, r)
     if server["busy"]:

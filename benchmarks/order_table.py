@@ -11,7 +11,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,14 @@ LIMITS = (
 )
 #: Orders of those that wait, tried with the best limit; the limits are tried with the first.
 ORDERS = ("w=10", "order=fcfs", "w=100")
-#: Queues of routers in use, each with the rule it comes with: the settings tried, the best counts.
+#: Queues of routers in use, each with the rule it comes with.
 RIVALS = {
-    "Dynamo, fcfs": [f"dynamo+queue:max_prefill_s={s}" for s in (0.1, 0.3, 1)],
-    "Dynamo, wspt": [f"dynamo+queue:max_prefill_s={s},order=wspt" for s in (0.1, 0.3, 1)],
-    "llm-d flow control, fcfs": ["llm_d+queue:max_saturation=1"],
-    "llm-d flow control, edf": ["llm_d+queue:max_saturation=1,order=edf"],
-    "SkyLB selective pushing": ["load_aware+queue:max_queued=1", "load_aware+queue:max_queued=2"],
-    "max_in_flight, fcfs": [f"load_aware+queue:max_in_flight={k}" for k in (8, 16, 32)],
+    "Dynamo, fcfs": "dynamo+queue:max_prefill_s=0.5",
+    "Dynamo, wspt": "dynamo+queue:max_prefill_s=0.5,order=wspt",
+    "llm-d flow control, fcfs": "llm_d+queue:max_saturation=1",
+    "llm-d flow control, edf": "llm_d+queue:max_saturation=1,order=edf",
+    "SkyLB selective pushing": "load_aware+queue:max_queued=1",
+    "max_in_flight, fcfs": "load_aware+queue:max_in_flight=32",
 }
 FIGURES = ("cost_s", "missed", "ttft_p99_s", "longest_ttft_s", "requests_per_s", "hit_rate")
 WARMUP = 0.1
@@ -146,28 +146,28 @@ def tuned(runs: Runs, worlds: Sequence[Scenario], count: int) -> dict[str, dict[
     return forms
 
 
-def table(folder: Path, requests: int, count: int, tuning: int) -> dict[str, Any]:
-    """Tune, then measure everything."""
+def tables(folder: Path, requests: int, count: int, tuning: int) -> Iterator[dict[str, Any]]:
+    """Tune, then measure everything; a table after each evaluation seed, over those so far."""
     runs = Runs(folder, requests)
     worlds = [*(scenarios.load(name) for name in STANDARD), CODING]
-    of = seeds(Purpose.EVALUATION, count)
     forms = tuned(runs, worlds, tuning)
-    rivals = {name: best_of(runs, worlds, tried, tuning) for name, tried in RIVALS.items()}
-    policies = [p for form in forms.values() for p in form.values()] + list(rivals.values())
-    runs.make(worlds, policies, of)
-    rows = {
-        world.name: {policy: runs.means(world, policy, of) for policy in policies}
-        for world in worlds
-    }
-    return {
-        "requests": requests,
-        "evaluation_seeds": of,
-        "tuning_seeds": seeds(Purpose.TUNING, tuning),
-        "forms": forms,
-        "rivals": rivals,
-        "scenarios": rows,
-        "summary": summary_of(forms, rivals, rows),
-    }
+    policies = [p for form in forms.values() for p in form.values()] + list(RIVALS.values())
+    for k in range(1, count + 1):
+        of = seeds(Purpose.EVALUATION, k)
+        runs.make(worlds, policies, of)
+        rows = {
+            world.name: {policy: runs.means(world, policy, of) for policy in policies}
+            for world in worlds
+        }
+        yield {
+            "requests": requests,
+            "evaluation_seeds": of,
+            "tuning_seeds": seeds(Purpose.TUNING, tuning),
+            "forms": forms,
+            "rivals": RIVALS,
+            "scenarios": rows,
+            "summary": summary_of(forms, RIVALS, rows),
+        }
 
 
 def summary_of(
@@ -289,10 +289,10 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true", help="print tables instead of JSON")
     parser.add_argument("-o", "--out", type=Path, help="write it to a file too")
     options = parser.parse_args()
-    found = table(options.folder, options.requests, options.seeds, options.tuning)
-    if options.out:
-        with atomic_path(options.out) as path:
-            path.write_text(json.dumps(found, indent=1) + "\n")
+    for found in tables(options.folder, options.requests, options.seeds, options.tuning):
+        if options.out:
+            with atomic_path(options.out) as path:
+                path.write_text(json.dumps(found, indent=1) + "\n")
     if options.markdown:
         print(markdown(found))
         return

@@ -34,6 +34,8 @@ class Dispatcher:
 
     def sent(self, now: float, requests: Sequence[Request]) -> Iterable[tuple[Request, int]]:
         """Give out each request that is sent now with its replica; ``requests`` have arrived."""
+        if not requests:
+            return ()
         return zip(requests, self.route(now, requests), strict=True)
 
     def next_due(self) -> float:

@@ -8,9 +8,9 @@ import pytest
 from results import make_batches, make_result
 from tailrace.config import Event
 from tailrace.errors import TailraceError
+from tailrace.evaluate.measure.chrome_trace import write_trace
 from tailrace.evaluate.measure.request_results import SUFFIXES, write_requests
 from tailrace.files import atomic_path, check_target
-from tailrace.sim.chrome_trace import write_trace
 from tailrace.sim.result import FINISHED, PENDING
 from tailrace.view.objective import LOST_COST_S
 

@@ -36,11 +36,11 @@ def command(
 ) -> None:
     """Run one policy on one workload and cluster, and print a summary."""
     scenario = options.take_scenario(settings)
+    from tailrace.evaluate.measure.chrome_trace import write_trace
     from tailrace.evaluate.measure.metrics import summarise
     from tailrace.evaluate.measure.request_results import write_requests
     from tailrace.evaluate.measure.runner import policy_for, run
     from tailrace.saturation import resolve_rate
-    from tailrace.sim.chrome_trace import write_trace
     from tailrace.sim.warmup import helper
     from tailrace.terminal.tables import print_summary
 

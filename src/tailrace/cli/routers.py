@@ -258,7 +258,7 @@ def given_settings(given: dict[str, Any]) -> dict[str, Any]:
         data["admin"] = {"listen": given["admin"]}
     if given.get("processes"):
         data["processes"] = given["processes"]
-    if given["autopilot"]:
+    if given.get("autopilot"):
         data["autopilot"] = {"mode": given["autopilot"]}
     if given["max_in_flight"]:
         data["admission"] = {"max_in_flight": given["max_in_flight"]}

@@ -137,7 +137,8 @@ def test_shadow_and_canary():
         "policy": "round_robin", "decisions": 4, "disagreements": 3, "share_of_disagreements": 0.75,
     }  # fmt: skip
     assert found["canary"] == {
-        "policy": "lmetric", "share": 0.1, "decisions": 1, "share_of_decisions": 0.25,
+        "policy": "lmetric", "share": 0.1, "block_s": 0.0, "decisions": 1,
+        "share_of_decisions": 0.25,
     }  # fmt: skip
 
 

@@ -249,4 +249,5 @@ MERGED: dict[str, Callable[[list[tuple[int, Any]]], Any]] = {
     "/status": status,
     "/status/history": history,
     "/backends": backends,
+    "/routing": lambda values: values[0][1],  # all go by the same configuration
 }

@@ -16,8 +16,9 @@ import numpy as np
 
 from autopilot_world import Twin, play_turns, requests, scenario
 from tailrace.autopilot.blocks import cycles_of
-from tailrace.autopilot.sequential import evidence, log_e_values
+from tailrace.autopilot.sequential import log_e_values, mean_effect
 from tailrace.evaluate.measure.metrics import composite_cost_s
+from tailrace.evaluate.measure.runner import play, policy_for
 from tailrace.files import dumps, write_text
 from tailrace.router.decide.turns import Turns
 from tailrace.seeds import Purpose, generator, seeds
@@ -28,6 +29,8 @@ HOURS = 2.0
 #: The candidate is found and shadowed meanwhile, s.
 BEGIN_S = 600.0
 BLOCK_S, BLOCKS, WASHOUT_S = 60.0, 5, 15.0
+#: Draws of the turns for each run of equal policies.
+DRAWS = 20
 #: Standard deviation of the log of believed / true speed of each server.
 TWIN_ERROR = 0.1
 #: Workload, present policy, candidate; what is known of them from a tuning seed, in words.
@@ -42,34 +45,46 @@ CASES = {
 
 
 def one_run(case: str, seed: int) -> dict[str, Any]:
-    """Two hours in which a candidate has its turns; when the test decides, in s, if it does."""
+    """Two hours in which a candidate has its turns; when the test decides, in s, if it does.
+
+    If candidate and present policy are the same, turns change nothing, and the same two hours serve
+    for several draws of the turns.
+    """
     workload, present, candidate = CASES[case]
     base = scenario(workload, HOURS)
     table = requests(base, seed)
-    turns = Turns(seed, BLOCK_S, BLOCKS)
+    draws = [Turns(seed + 10**9 * k, BLOCK_S, BLOCKS) for k in range(DRAWS)]
+    if candidate == present:
+        result = play(base, table, policy_for(base, present), seed)
+    else:
+        draws = draws[:1]
 
-    def policy_at(now_s: float) -> str:
-        return candidate if now_s >= BEGIN_S and turns.is_candidates(now_s) else present
+        def policy_at(now_s: float) -> str:
+            return candidate if now_s >= BEGIN_S and draws[0].is_candidates(now_s) else present
 
-    result = play_turns(base, table, policy_at, seed)
+        result = play_turns(base, table, policy_at, seed)
     cost_s = composite_cost_s(result)
     twin = Twin.of(base, TWIN_ERROR, generator(seed, "twin"))
     predicted_s = twin.costs(result, present)
     arrived_s = result.requests["arrived_s"]
     found: dict[str, Any] = {"seed": seed, "twin_error": predicted_s.mean() / cost_s.mean() - 1}
     for name, told in (("told", predicted_s), ("untold", None)):
-        cycles = cycles_of(
-            turns, arrived_s, cost_s, told, washout_s=WASHOUT_S, begin_s=BEGIN_S,
-            end_s=3600 * HOURS,
-        )  # fmt: skip
-        numbers, listed = sorted(cycles), [cycles[number] for number in sorted(cycles)]
-        ends_s = [(number + 1) * turns.cycle_s for number in numbers]
-        better, worse = log_e_values(listed, np.zeros(1))
-        found[name] = {
-            "better_at_s": _first(better[1:, 0], ends_s),
-            "worse_at_s": _first(worse[1:, 0], ends_s),
-            "effect": evidence(listed, alpha=ALPHA).effect,
-        }
+        found[name] = []
+        for turns in draws:
+            cycles = cycles_of(
+                turns, arrived_s, cost_s, told, washout_s=WASHOUT_S, begin_s=BEGIN_S,
+                end_s=3600 * HOURS,
+            )  # fmt: skip
+            numbers, listed = sorted(cycles), [cycles[number] for number in sorted(cycles)]
+            ends_s = [(number + 1) * turns.cycle_s for number in numbers]
+            better, worse = log_e_values(listed, np.zeros(1))
+            found[name].append(
+                {
+                    "better_at_s": _first(better[1:, 0], ends_s),
+                    "worse_at_s": _first(worse[1:, 0], ends_s),
+                    "effect": mean_effect(listed),
+                }
+            )
     return found
 
 
@@ -108,7 +123,8 @@ def errors(runs: dict[str, int], kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def _summary(runs: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    better, worse = ([run[name][f"{which}_at_s"] for run in runs] for which in ("better", "worse"))
+    draws = [draw for run in runs for draw in run[name]]
+    better, worse = ([draw[f"{which}_at_s"] for draw in draws] for which in ("better", "worse"))
     # A candidate that was dismissed does not take over any more.
     switched = [
         b for b, w in zip(better, worse, strict=True) if b is not None and (w is None or b <= w)
@@ -116,11 +132,13 @@ def _summary(runs: list[dict[str, Any]], name: str) -> dict[str, Any]:
     gone = [w for w in worse if w is not None]
     return {
         "runs": len(runs),
+        "draws_of_turns": len(draws),
         "take_overs": len(switched),
         "median_minutes_to_take_over": _minutes(switched),
+        "longest_minutes_to_take_over": max(switched, default=0.0) / 60 or None,
         "dismissed": len(gone),
         "median_minutes_to_dismissal": _minutes(gone),
-        "mean_effect": float(np.mean([run[name]["effect"] for run in runs])),
+        "mean_effect": float(np.mean([draw["effect"] for draw in draws])),
     }
 
 

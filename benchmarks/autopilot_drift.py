@@ -129,7 +129,8 @@ def main() -> None:
     )
     flights: dict[str, Any] = {}
     for start in ("tailrace", "load_aware"):
-        state, begin_s, regrets = PilotState(), 0.0, {}
+        state, begin_s = PilotState(), 0.0
+        regrets: dict[str, float] = {}
         for name, base in worlds.items():
             cost_s, state = fly(base, state, start, begin_s, seed)
             regrets[name] = cost_s / min(fixed[name].values()) - 1

@@ -87,7 +87,7 @@ def evidence(cycles: Sequence[Cycle], *, alpha: float, margin: float = 0.0) -> E
             -1.0 if low == EFFECTS[0] else math.expm1(low),
             math.inf if high == EFFECTS[-1] else math.expm1(high),
         )
-    return Evidence(len(cycles), _mean(cycles), *ends, float(better[-1]), float(worse[-1]))
+    return Evidence(len(cycles), mean_effect(cycles), *ends, float(better[-1]), float(worse[-1]))
 
 
 def change_detected(cycles: Sequence[Cycle], *, mean_cycles: float, margin: float = 0.0) -> bool:
@@ -190,8 +190,11 @@ def _centred(cycle: Cycle) -> tuple[Floats, Floats]:
     return x - x.mean(), y - y.mean()
 
 
-def _mean(cycles: Sequence[Cycle]) -> float | None:
-    """Return the candidate's mean effect as a share, adjusted by the weight of all cycles."""
+def mean_effect(cycles: Sequence[Cycle]) -> float | None:
+    """Return the candidate's mean effect as a share, adjusted by the weight of all cycles.
+
+    None: there is no cycle.
+    """
     if not cycles:
         return None
     scale = _Scale()

@@ -1,4 +1,4 @@
-"""Train on recorded traffic beside the standard scenarios: what follows the preset ``wide``.
+"""Train on recorded traffic beside the standard scenarios: the last stage of the shipped policy.
 
     python benchmarks/train_recorded.py TRACES --from runs/wide-0/best.tailrace -o runs/recorded-0
 

@@ -25,7 +25,7 @@ RESULTS ?= $(EVALUATION)/standard
 KERNEL_TESTS := tests/view tests/policy tests/sim tests/learn
 
 .DEFAULT_GOAL := help
-.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-envoy test-helm test-loop coverage bench evaluate real routers parity fidelity peers report clean
+.PHONY: help dist docs test-docs test-deploy demo serve-demo test check format lint types test-interpreted test-bounds test-soak test-browser test-vidur test-vllm test-ray test-envoy test-helm test-store test-loop coverage bench evaluate real routers parity fidelity peers report clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -154,6 +154,9 @@ $(HELM)/.installed:
 
 test-helm: $(STAMP) $(HELM)/.installed ## the Helm chart, rendered by a real helm and checked against the schemas of Kubernetes
 	$(PYTEST) -m helm tests/test_helm.py
+
+test-store: $(STAMP) ## routers that share their state over a real Redis or Valkey (needs redis-server or valkey-server)
+	$(PYTEST) -m store tests/router
 
 test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take over on emulated servers (four minutes)
 	$(PYTEST) -m loop tests/test_loop.py

@@ -3,9 +3,10 @@
 1, 2 and 4 routers share the replicas of a scenario. Each has a state of its own and reads the
 replicas' metrics every half second, each at moments of its own. With ``--spread request`` every
 request meets a router by chance, the worst case; with ``session`` all turns of a conversation meet
-the same one, as behind a balancer that hashes by session. With
-``--books shared`` the routers are workers of one (``tailrace serve --processes``) and read each
-other's state. Replicas are emulated and time is
+the same one, as behind a balancer that hashes by session. With ``--books shared`` the routers are
+workers of one (``tailrace serve --processes``) and read each other's state. With ``--books store``
+they run on several machines, tell each other what changes every STORE_S, which arrives STORE_LAG_S
+later, and read the replicas' KV events, EVENT_LAG_S late. Replicas are emulated and time is
 virtual, so the figures depend on nothing but the seeds. Each policy serves identical arrivals;
 ``loss`` is the mean time to first token over that of one router with the same policy.
 """
@@ -28,11 +29,14 @@ from tailrace.emulate import tokenizer
 from tailrace.emulate.job import Job
 from tailrace.emulate.metrics import Meter
 from tailrace.emulate.replica import EmulatedReplica
+from tailrace.net.kv_events import Event
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.exact_caches import ExactCaches
+from tailrace.router.state.peers import Peers
 from tailrace.router.state.shared_state import new_shared_state
 from tailrace.saturation import resolve_rate
 from tailrace.view.devices import resolved
@@ -42,6 +46,10 @@ from tailrace.workload.table import RequestTable
 POLICIES = ("tailrace", "load_aware", "least_outstanding")
 ROUTERS = (1, 2, 4)
 SCRAPE_S = 0.5
+#: How often routers tell each other what has changed, and how long that and events take, s.
+STORE_S, STORE_LAG_S, EVENT_LAG_S = 0.01, 0.002, 0.005
+#: How long a response's tokens take to be learned after its end, s.
+TOKENIZE_S = 0.01
 #: The first part of the requests fills caches and is not counted.
 WARM_UP = 0.2
 
@@ -97,10 +105,10 @@ class World:
 
     def __init__(
         self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int,
-        by_session: bool, share: bool, *, told: bool = True, learn: bool = True,
+        by_session: bool, books: str, *, told: bool = True, learn: bool = True,
     ) -> None:  # fmt: skip
-        """``told``: the routers' settings say how fast the servers are; ``learn``: if not, they
-        find out."""
+        """``books``: own, shared or store. ``told``: the routers' settings say how fast the servers
+        are; ``learn``: if not, they find out."""
         self._clock = Clock()
         servers = resolved(scenario.cluster)
         self._replicas = [
@@ -114,15 +122,24 @@ class World:
         ]
         settings = ChooserSettings(policy=policy, limit_ms=1e6)
         self._routers = []
-        shared = new_shared_state(backends, routers) if share else None
+        shared = new_shared_state(backends, routers) if books == "shared" else None
+        self._peers: list[Peers] = []
+        self._caches: list[ExactCaches] = []
         for number in range(routers):
             worker_view = shared.of(number) if shared is not None else None
+            if books == "store":
+                worker_view = new_shared_state(backends, peers=routers).of(0)
             cluster = ClusterState(
                 backends, self._clock.now, seed=1000 * seed + number, worker_view=worker_view,
                 learn_speeds=learn,
             )  # fmt: skip
             self._routers.append((cluster, Chooser(cluster, settings, warm_up=False)))
             self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, cluster))
+            if books == "store":
+                self._connect(cluster, number, number * STORE_S / routers)
+        if self._caches:
+            for number, replica in enumerate(self._replicas):
+                replica.tell(partial(self._tell_events, number))
         self._chance = random.Random(seed)
         self._by_session = by_session
         self._table, self._writer = table, PromptWriter(table)
@@ -141,6 +158,42 @@ class World:
     def run(self) -> None:
         """Serve all requests."""
         self._clock.run(lambda: self._left > 0)
+
+    def _connect(self, cluster: ClusterState, number: int, first_s: float) -> None:
+        """Let a router tell others what it does, and read the replicas' events."""
+        peers = Peers(cluster, number)
+        self._peers.append(peers)
+        self._clock.call_at(first_s, partial(self._tell_peers, peers))
+        caches = ExactCaches(cluster, 1 << 18)
+        for replica in range(len(self._replicas)):
+            caches.begin(replica)
+            caches.restarted(replica)
+            caches.current(replica)
+        self._caches.append(caches)
+
+    def _tell_peers(self, peers: Peers) -> None:
+        now = self._clock.now()
+        for message in peers.collect(now):
+            for other in self._peers:
+                if other is not peers:
+                    self._clock.call_at(
+                        now + STORE_LAG_S, partial(other.apply, message, now + STORE_LAG_S)
+                    )
+        peers.cluster.count_members()
+        self._clock.call_at(now + STORE_S, partial(self._tell_peers, peers))
+
+    def _tell_events(self, replica: int, events: list[Event]) -> None:
+        for caches in self._caches:
+            self._clock.call_at(
+                self._clock.now() + EVENT_LAG_S, partial(caches.apply, replica, events)
+            )
+
+    def _learn_tokens(self, attempt: Attempt, prompt: str) -> None:
+        """Learn the tokens of a prompt, as PromptLearner does live."""
+        caches = next(c for c in self._caches if c.cluster is attempt.cluster)
+        ids = np.frombuffer(tokenizer.text_tokens(prompt), "<u4").astype(np.int64)
+        runs, ends = attempt.arrival.runs, np.arange(1, ids.size + 1) / ids.size
+        caches.learn(attempt.replica, "", runs.keys[:-1], runs.units[:-1], ids, ends)
 
     def _scrape(self, cluster: ClusterState) -> None:
         for number, replica in enumerate(self._replicas):
@@ -167,12 +220,13 @@ class World:
         answer = tokenizer.words(row, 0, tokens)
         self._replicas[decision.replica].submit(
             tokenizer.text_tokens(text), answer,
-            partial(self._told, row, attempt, prompt, self._clock.now()),
+            partial(self._told, row, attempt, prompt, text, self._clock.now()),
         )  # fmt: skip
 
     def _told(
-        self, row: int, attempt: Attempt, prompt: Prompt, arrived_s: float, job: Job, last: bool
-    ) -> None:
+        self, row: int, attempt: Attempt, prompt: Prompt, text: str, arrived_s: float, job: Job,
+        last: bool,
+    ) -> None:  # fmt: skip
         attempt.tokens(1)
         if not last:
             return
@@ -180,6 +234,8 @@ class World:
         assert job.first_s is not None
         attempt.usage(job.prompt_tokens, job.output_tokens, job.cached_tokens)
         attempt.close("done")
+        if self._caches:
+            self._clock.call_at(now + TOKENIZE_S, partial(self._learn_tokens, attempt, text))
         self.arrived_s[row] = arrived_s
         self.ttft_s[row] = job.first_s - arrived_s
         self.e2e_s[row] = now - arrived_s
@@ -193,7 +249,7 @@ class World:
 
 
 def measure(
-    scenario: Scenario, policy: str, spread: str, share: bool, options: argparse.Namespace
+    scenario: Scenario, policy: str, spread: str, books: str, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Serve the same requests by 1, 2 and 4 routers."""
     found: dict[str, Any] = {}
@@ -203,7 +259,7 @@ def measure(
         ttft, e2e = [], []
         for seed in range(options.seeds):
             table = from_settings(workload, rate, options.seed + seed)
-            world = World(scenario, table, policy, routers, seed, spread == "session", share)
+            world = World(scenario, table, policy, routers, seed, spread == "session", books)
             world.run()
             counted = slice(int(WARM_UP * len(table.rows)), None)
             ttft.append(world.ttft_s[counted])
@@ -234,8 +290,8 @@ def main() -> None:
         "--spread", choices=["request", "session"], nargs="*", default=["request", "session"]
     )
     parser.add_argument(
-        "--books", choices=["own", "shared"], nargs="*", default=["own", "shared"],
-        help="whether routers read each other's",
+        "--books", choices=["own", "shared", "store"], nargs="*", default=["own", "shared"],
+        help="whether routers read each other's, in memory or through a store",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
@@ -247,8 +303,7 @@ def main() -> None:
     for name, spread, books in itertools.product(options.scenario, options.spread, options.books):
         scenario = scenarios.load(name)
         policies = {
-            policy: measure(scenario, policy, spread, books == "shared", options)
-            for policy in options.policies
+            policy: measure(scenario, policy, spread, books, options) for policy in options.policies
         }
         runs.append({"scenario": name, "spread": spread, "books": books, "policies": policies})
         if options.json:

@@ -35,7 +35,7 @@ def cost(scenario: str, policy: str, seed: int, requests: int, **known: bool) ->
     loaded = scenarios.load(scenario)
     workload = loaded.workload.model_copy(update={"requests": requests})
     table = from_settings(workload, resolve_rate(loaded), seed)
-    world = World(loaded, table, policy, 1, 0, by_session=False, share=False, **known)
+    world = World(loaded, table, policy, 1, 0, by_session=False, books="own", **known)
     world.run()
     counted = world.arrived_s >= COUNTED_FROM_S
     ttft, e2e = world.ttft_s[counted], world.e2e_s[counted]

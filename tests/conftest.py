@@ -30,6 +30,7 @@ OPT_IN = {
     "docs": "runs the commands of the pages: make test-docs",
     "envoy": "needs a real Envoy: make test-envoy",
     "helm": "needs helm and schemas of Kubernetes: make test-helm",
+    "store": "needs redis-server or valkey-server: make test-store",
     "deploy": "runs the steps of the container file: make test-deploy",
 }
 

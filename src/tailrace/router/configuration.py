@@ -25,7 +25,7 @@ from tailrace.router.settings import BackendSettings
 FIXED = (
     "listen", "processes", "share_port", "tokenizer", "tokens.source", "decisions.folder",
     "admin.listen", "admin.token_env", "tls", "admin.tls",
-    "discovery", "tracing", "limits.connect_s", "log.level", "autopilot",
+    "discovery", "tracing", "limits.connect_s", "log.level", "autopilot", "store",
 )  # fmt: skip
 _PREFIX = "configuration-"
 #: Earlier versions that are kept, so that a worker that is behind cannot publish one of them.

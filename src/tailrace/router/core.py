@@ -20,7 +20,7 @@ from tailrace.net.byte_budget import ByteBudget
 from tailrace.net.client import FetchError
 from tailrace.net.server import ClientConnection
 from tailrace.net.tls import TlsContext, TlsContexts
-from tailrace.router import listening, process
+from tailrace.router import listening, process, shared_store
 from tailrace.router.access.keyring import Keyring
 from tailrace.router.admin import JSON, Admin, AdminResponse, AdminRoutes, TakesBody, json
 from tailrace.router.configuration import Configuration, ConfigurationStore
@@ -35,7 +35,7 @@ from tailrace.router.observe.decision_log import DecisionLog, load_salt
 from tailrace.router.observe.events import EventSink
 from tailrace.router.observe.kv_streams import KvStreams
 from tailrace.router.observe.scrape import Scraper
-from tailrace.router.observe.snapshot import RouterSnapshot
+from tailrace.router.observe.snapshot import RouterSnapshot, StoreSnapshot
 from tailrace.router.observe.telemetry import Telemetry
 from tailrace.router.observe.tracing import Tracer
 from tailrace.router.proxy.backends import Backend, BackendChange, Backends
@@ -44,9 +44,11 @@ from tailrace.router.proxy.prompt_tokens import PromptLearner
 from tailrace.router.proxy.request_intake import RequestIntake
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings, ListenerTls
+from tailrace.router.shared_store import SharedStore
 from tailrace.router.state import server_speeds
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.exact_caches import ExactCaches
+from tailrace.router.state.peers import Peers
 from tailrace.router.state.shared_state import WorkerView, new_shared_state
 from tailrace.router.state.worker_room import WorkerRoom
 
@@ -89,6 +91,7 @@ class RouterCore:
         salt: bytes | None = None,
         worker_view: WorkerView | None = None,
         room: WorkerRoom | None = None,
+        router_number: int | None = None,
         store: ConfigurationStore | None = None,
         part: Callable[[ServeSettings], ServeSettings] = lambda settings: settings,
     ) -> None:
@@ -96,7 +99,8 @@ class RouterCore:
 
         ``salt``, ``worker_view``, ``room`` and ``store``: the secret, the state, the count of
         requests and the configuration that several workers share; if the store has a configuration
-        already, that counts. ``part``: returns what of any settings is for this worker.
+        already, that counts. ``router_number``: how workers of other routers know this router, if
+        it has several. ``part``: returns what of any settings is for this worker.
         """
         self._store = store or ConfigurationStore()
         self._part = part
@@ -107,11 +111,13 @@ class RouterCore:
         self.telemetry = Telemetry(clock)
         self.tls = TlsContexts()
         salt = salt or load_salt(settings.decisions.folder)
-        if worker_view is None:
-            worker_view = new_shared_state(settings.backends, 1, settings.discovery).of(0)
         counter = TokenCounter(settings.tokenizer, settings.tokens.source)
+        numbered = _by_number(configuration, settings)
+        if worker_view is None:
+            members = settings.store.members if settings.store.url else 0
+            worker_view = new_shared_state(settings.backends, 1, settings.discovery, members).of(0)
         cluster = ClusterState(
-            _by_number(configuration, settings), clock, counter=counter, salt=salt,
+            numbered, clock, counter=counter, salt=salt,
             worker_view=worker_view, learn_speeds=settings.speeds.learn,
         )  # fmt: skip
         if settings.speeds_file is not None:
@@ -128,6 +134,7 @@ class RouterCore:
             cluster, self._fetch_metrics, settings.metrics, self._present, self._adapters_seen
         )
         self.kv_streams: KvStreams | None = None
+        self.shared_store = self._new_store(router_number)
         self.admin = Admin(self._admin_routes(), settings.admin.token())
         self.keyring = self._keyring(settings)
         self.held = ByteBudget()
@@ -148,6 +155,18 @@ class RouterCore:
         self._try_at = 0.0
         self._certificates_at = 0.0
         self._identities: dict[str, str] = {}  # of found servers, by URL
+
+    def _new_store(self, number: int | None) -> SharedStore | None:
+        """Return the connection to routers on other machines; None: there are none."""
+        settings, cluster = self.settings.store, self.backends.cluster
+        if not settings.url:
+            return None
+        peers = Peers(
+            cluster, shared_store.router_number() if number is None else number,
+            receives=cluster.worker_view.worker == 0, gone_s=settings.gone_s,
+            present=self._present,
+        )  # fmt: skip
+        return SharedStore(peers, settings, self.clock)
 
     # What subclasses do.
 
@@ -279,6 +298,8 @@ class RouterCore:
         if settings.discovery.is_used and self.backends.cluster.worker_view.worker == 0:
             found = sources(settings.discovery, self.tls)
             self._spawn(Discovery(found, self.use_found).run())
+        if self.shared_store is not None:
+            self._spawn(self.shared_store.run())
 
     async def run(self, started: Callable[[], None] = lambda: None) -> int:
         """Serve until SIGTERM or SIGINT; SIGHUP reloads. Return the exit code.
@@ -599,7 +620,18 @@ class RouterCore:
             tokenize_failures=self.intake.context.tokenize_probe.failed,
             autopilot=self._autopilot.read(),
             vetoed=self.configuration.vetoed,
+            store=self._store_state(),
         )
+
+    def _store_state(self) -> StoreSnapshot | None:
+        store = self.shared_store
+        if store is None:
+            return None
+        peers = store.peers
+        return StoreSnapshot(
+            connected=store.connected, members=len(peers.peers), lost=store.lost,
+            missed=peers.missed, refused=peers.refused,
+        )  # fmt: skip
 
     # Background work.
 
@@ -642,6 +674,8 @@ class RouterCore:
         self.intake.sweep(now)
         self.backends.refresh(now)
         self.backends.trim()
+        if self.shared_store is not None:
+            self.backends.cluster.count_members()
         self.decision_log.flush()
         self._check_clients(now)
         if now >= self._certificates_at:

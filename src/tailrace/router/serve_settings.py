@@ -39,6 +39,7 @@ from tailrace.router.settings import (
     ModelSettings,
     PickSettings,
     RetrySettings,
+    StoreSettings,
     address,
     is_loopback,
 )
@@ -76,6 +77,7 @@ class ServeSettings(Settings):
     routing: ChooserSettings = ChooserSettings()
     metrics: ScrapeSettings = ScrapeSettings()
     events: EventSettings = EventSettings()
+    store: StoreSettings = StoreSettings()
     decisions: DecisionLogSettings = DecisionLogSettings()
     speeds: SpeedSettings = SpeedSettings()
     tokenizer: Path | None = None

@@ -406,6 +406,39 @@ class EventSettings(Settings):
         return events, backend.kv_replay or replay
 
 
+class StoreSettings(Settings):
+    """State shared with routers on other machines, over Redis or Valkey (several-routers.md)."""
+
+    url: str = Field(default="", pattern=r"^(rediss?://[!-~]+|unix://[!-~]+)?$")
+    """Address of the store, e.g. redis://10.0.0.9:6379/0; empty: none."""
+    password_env: str | None = None
+    """Environment variable with the store's password."""
+    name: str = Field(default="tailrace", pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    """Routers with the same name share their state."""
+    interval_s: float = Field(default=0.01, ge=0.001, le=10, allow_inf_nan=False)
+    """How often the others are told what has changed, s."""
+    gone_s: Seconds = 2.0
+    """A router that is silent for this long is forgotten, s."""
+    members: int = Field(default=16, ge=1, le=256)
+    """Most worker processes on other machines whose state is kept."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_no_password(cls, value: str) -> str:
+        if urlsplit(value).password:
+            raise ValueError("must not contain a password; that goes to password_env")
+        return value
+
+    def password(self) -> str | None:
+        """Return the password from the environment; raise if the variable is named but not set."""
+        if self.password_env is None:
+            return None
+        password = os.environ.get(self.password_env, "")
+        if not password:
+            raise TailraceError(f"store.password_env: {self.password_env} is not set")
+        return password
+
+
 class LogSettings(Settings):
     """The log on standard error, one JSON object per line; never contains keys or request text."""
 

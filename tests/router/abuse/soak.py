@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from router.abuse import cluster_cases, fault_cases, http_attacks
+from router.abuse import cluster_cases, fault_cases, http_attacks, sharing_cases
 from router.abuse.case import Case, Target
 from router.abuse.stage import Stage, wait_for_memory
 from router.processes import until
@@ -44,6 +44,7 @@ CASES: tuple[Case, ...] = (
     *http_attacks.CASES,
     *fault_cases.CASES,
     *cluster_cases.CASES,
+    *sharing_cases.CASES,
 )
 
 

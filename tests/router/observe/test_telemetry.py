@@ -17,6 +17,7 @@ from tailrace.router.observe.rolling_window import (
     bucket_of,
     percentile,
 )
+from tailrace.router.observe.snapshot import StoreSnapshot
 from tailrace.router.observe.status import describe, describe_worker
 from tailrace.router.observe.telemetry import TTFT_BUCKETS
 from tailrace.router.state.server_speeds import ServerSpeed
@@ -344,6 +345,7 @@ def exported_names():
     observed.set(
         0, running=1, waiting=1, kv_used=0.1, metrics_age_s=0.0, known=known, event_lag_s=0.0
     )
+    observed.state["store"] = StoreSnapshot(connected=True, members=1, lost=0, missed=0, refused=0)
     return {name for name, _ in samples(observed)}
 
 

@@ -219,7 +219,7 @@ class Chooser:
         fallback, view = self._fallback, cluster.worker_view
         guard = np.concatenate([fallback.params, bounds.ravel()])
         record = np.zeros(1, k.DECISION)
-        record["worker"], record["workers"] = view.worker, view.shared.workers
+        record["worker"], record["workers"] = view.worker, view.shared.data_rows
         record["view_row"] = view.view_row
         record["prior_output"] = cluster.prior_output_tokens
         record["row"], record["code"] = row, code

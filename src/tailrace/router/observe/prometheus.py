@@ -16,7 +16,12 @@ from prometheus_client.registry import Collector
 from tailrace import __version__
 from tailrace.net.prometheus_text import histogram_lines
 from tailrace.router.observe.metrics import GONE, CounterFamily, HistogramFamily, Labels, Metrics
-from tailrace.router.observe.snapshot import BREAKER_STATES, BackendSnapshot, RouterSnapshot
+from tailrace.router.observe.snapshot import (
+    BREAKER_STATES,
+    BackendSnapshot,
+    RouterSnapshot,
+    StoreSnapshot,
+)
 from tailrace.router.state.exact_caches import TRUST_LEVELS
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -47,6 +52,18 @@ WANTED_METRICS = (
     ("replicas_wanted_low", "Lower end of its interval", "low"),
     ("replicas_wanted_high", "Upper end of its interval", "high"),
 )
+
+#: Of the store that routers on several machines share, if there is one.
+STORE_METRICS: tuple[tuple[_Type, str, str, Callable[[StoreSnapshot], float]], ...] = (
+    (_GAUGE, "store_connected", "Whether the shared store is there", lambda s: s.connected),
+    (_GAUGE, "store_members", "Worker processes of other routers that are known",
+     lambda s: s.members),
+    (_COUNTER, "store_lost", "Times the connection to the shared store was lost", lambda s: s.lost),
+    (_COUNTER, "store_messages_missed", "Times messages of other routers were missing",
+     lambda s: s.missed),
+    (_COUNTER, "store_messages_refused", "Messages of other routers that could not be used",
+     lambda s: s.refused),
+)  # fmt: skip
 
 #: Of each backend, with the label "replica": type, name, help, value; None: no sample.
 REPLICA_METRICS: tuple[tuple[_Type, str, str, Callable[[BackendSnapshot], float | None]], ...] = (
@@ -117,6 +134,8 @@ def _of_state(snapshot: RouterSnapshot) -> Iterator[Metric]:
     for name, text, key in WANTED_METRICS:
         known_wanted: dict[Labels, float] = {} if key not in wanted else {(): float(wanted[key])}
         yield _family(_GAUGE, name, text, (), known_wanted)
+    for kind, name, text, of_store in STORE_METRICS:
+        yield _family(kind, name, text, (), {} if s.store is None else {(): of_store(s.store)})
     for kind, name, text, of_backend in REPLICA_METRICS:
         values = ((b.name, of_backend(b)) for b in present)
         known: dict[Labels, float] = {(label,): float(v) for label, v in values if v is not None}

@@ -76,6 +76,21 @@ class BackendSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSnapshot:
+    """The connection to routers on other machines."""
+
+    connected: bool
+    members: int
+    """Worker processes of other routers that are known."""
+    lost: int
+    """Times the connection was lost."""
+    missed: int
+    """Times messages of others were missing."""
+    refused: int
+    """Messages of others that could not be used."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSnapshot:
     """A router and its backends."""
 
@@ -119,6 +134,8 @@ class RouterSnapshot:
     """What the autopilot has written last, see ``autopilot/state.py``; None: it is off."""
     vetoed: tuple[str, ...] = ()
     """Policies that the autopilot may not use."""
+    store: StoreSnapshot | None = None
+    """The shared store; None: there is none."""
 
     @property
     def present(self) -> list[BackendSnapshot]:

@@ -75,6 +75,7 @@ def describe(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
             "bytes_per_token": s.bytes_per_token,
             "unanswered": s.tokenize_failures,
         },
+        "store": None if s.store is None else dataclasses.asdict(s.store),
         "canary": _canary(snapshot),
         "shadow": _shadow(telemetry, snapshot),
         "autopilot": _autopilot(snapshot),

@@ -181,6 +181,11 @@ class Attempt:
         return sent_at + share * (now - sent_at)
 
     @property
+    def cluster(self) -> ClusterState:
+        """The state it is entered into."""
+        return self._cluster
+
+    @property
     def output_tokens(self) -> int:
         """Tokens of the answer so far: the server's count, else those that streamed."""
         return self.streamed if self.reported_output is None else self.reported_output

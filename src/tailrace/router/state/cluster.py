@@ -33,6 +33,7 @@ from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels, server_model
 from tailrace.router.state.active_blocks import ActiveBlocks
 from tailrace.router.state.arrival import Arrival
+from tailrace.router.state.outbox import Outbox
 from tailrace.router.state.sessions import Sessions, SharedSessions
 from tailrace.router.state.shared_state import (
     WorkerView,
@@ -126,7 +127,7 @@ class ClusterState:
         self.sessions = Sessions(max_sessions)
         shared, worker = worker_view.shared, worker_view.worker
         shared.clear(worker)
-        if shared.workers > 1:
+        if not shared.alone:
             cells = memory_of(shared.sessions)
             self.sessions = SharedSessions(max_sessions, cells, worker, shared.workers)
         self.prior_output_tokens = prior_output_tokens
@@ -163,6 +164,9 @@ class ClusterState:
         self._next_epoch = itertools.count()
         self.index_later = False
         """Whether the prefix index learns of a prompt at its first token, not when it is sent."""
+        self._members = worker_view.shared.members
+        self.outbox: Outbox | None = None
+        """Gathers what workers on other machines have to know; None: there are none."""
         self.active: ActiveBlocks | None = None
         """Prompt blocks in flight, counted for policies that read them (Rule.uses_active)."""
         self._misses: list[int] = []
@@ -289,14 +293,21 @@ class ClusterState:
             index_entries(self.replicas["capacity_tokens"]),
             shared.index_entries,
         )
-        if shared.workers == 1 and (n > shared.room or entries > shared.index_entries):
+        if shared.alone and (n > shared.room or entries > shared.index_entries):
             # Twice as many: copying everything for each of many that come would take seconds.
             room = max(n, 2 * shared.room) if n > shared.room else shared.room
             self.worker_view = shared.with_room(room, entries).of(0)
 
     def _believed(self, server: Replica) -> int:
         """Among how many indexes a server's memory is divided; 0: it has no cache."""
-        return self.worker_view.shared.workers * int(is_caching(server))
+        return self._members * int(is_caching(server))
+
+    def count_members(self) -> None:
+        """Divide the servers' caches among the workers that are there now, on all machines."""
+        members = self.worker_view.shared.members
+        if members != self._members:
+            self._members = members
+            self.caching[self.caching > 0] = members
 
     def set_available(self, replica: int, available: bool) -> None:
         """Record whether a replica may get requests; health and drains decide that."""
@@ -317,6 +328,8 @@ class ClusterState:
             self.active.forget(replica)
         ledger.lost(self.replicas[replica])
         prefix_index.forget(self.index, replica)
+        if self.outbox is not None:
+            self.outbox.forgotten(replica)
 
     def scraped(
         self, replica: int, waiting: float | None, running: float | None, kv_used: float | None
@@ -414,6 +427,13 @@ class ClusterState:
             arrival.asked = asked.without_text()
         return arrival
 
+    def set_content_secret(self, secret: bytes) -> None:
+        """Make content hashes from another secret; prompts hashed before are not found again."""
+        seed = int.from_bytes(secret[:8].ljust(8, b"\0"), "little")
+        if seed != self._seed:
+            self._seed = seed
+            self._roots.clear()
+
     def _root(self, model: str, salt: str) -> int:
         root = self._roots.get((model, salt))
         if root is None:
@@ -470,6 +490,8 @@ class ClusterState:
             self._attempt, self.replicas, self.routers, index.entries, index.slots, index.totals,
             self.beliefs, runs.keys, runs.units,
         )  # fmt: skip
+        if self.outbox is not None and not self.index_later:
+            self.outbox.entered(replica, runs)
         if self.active is not None:
             self.active.begin(replica, runs)
         waiting = self.waiting[replica]
@@ -507,6 +529,8 @@ class ClusterState:
             self._attempt, self.replicas, index.entries, index.slots, index.totals, self.beliefs,
             runs.keys, runs.units,
         )  # fmt: skip
+        if self.outbox is not None:
+            self.outbox.entered(entry.replica, runs)
 
     def count_active_blocks(self) -> None:
         """Count the prompt blocks in flight from now on."""
@@ -568,6 +592,8 @@ class ClusterState:
             index.slots, index.totals, self.beliefs, runs.keys, runs.units,
         )  # fmt: skip
         self._left_queue(r, entry.serial)
+        if self.outbox is not None and output >= 0:
+            self.outbox.answered(r, runs, int(output * self.counter.units_per_token))
         return float(decode_s)
 
     def _left_queue(self, replica: int, serial: int) -> None:
@@ -619,6 +645,8 @@ class ClusterState:
         # than the run that is missing is gone too.
         index = self.index
         kernels.evict_until(index.entries, index.slots, index.totals, r, entry.used_at)
+        if self.outbox is not None:
+            self.outbox.evicted(r, self.clock() - entry.used_at)
         if cached == 0:
             self._misses[r] += 1
             if self._misses[r] >= _NO_CACHE_AFTER:

@@ -153,7 +153,7 @@ class ExactCaches:
 
     def __init__(self, cluster: ClusterState, most_blocks: int) -> None:
         """``most_blocks``: remembered per server, and with known text in all."""
-        self._cluster = cluster
+        self.cluster = cluster
         self._most_blocks = most_blocks
         self.runs = BlockRuns(most_blocks)
         self.mirrors: dict[int, CacheMirror] = {}
@@ -186,12 +186,14 @@ class ExactCaches:
     def set_trust(self, replica: int, trust: str) -> None:
         """Let events, or the router's own estimate, say what a replica evicts."""
         self.trust[replica] = trust
-        self._cluster.beliefs["exact"][replica] = trust == EXACT
+        self.cluster.beliefs["exact"][replica] = trust == EXACT
 
     def restarted(self, replica: int) -> None:
         """A server has begun anew, or its whole history is about to be replayed."""
         self.mirrors[replica].clear(complete=True)
-        prefix_index.forget(self._cluster.index, replica)
+        prefix_index.forget(self.cluster.index, replica)
+        if self.cluster.outbox is not None:
+            self.cluster.outbox.forgotten(replica)
 
     def missed(self, replica: int) -> None:
         """Events of a replica are lost for good."""
@@ -201,7 +203,7 @@ class ExactCaches:
         """All events that the server still has are applied."""
         mirror = self.mirrors[replica]
         if not mirror.complete:
-            view = self._cluster.replicas[replica]
+            view = self.cluster.replicas[replica]
             held = int(view["capacity_tokens"]) // max(1, mirror.block_size)
             # Whatever was cached before has been evicted, unless it was used again meanwhile.
             mirror.complete = mirror.block_size > 0 and mirror.stored_since_gap >= 2 * held
@@ -290,21 +292,27 @@ class ExactCaches:
     # The prefix index.
 
     def _enter(self, replica: int, keys: NDArray[np.uint64], units: NDArray[np.int32]) -> None:
-        c, index = self._cluster, self._cluster.index
+        c, index = self.cluster, self.cluster.index
         kernels.enter_runs(
             c.replicas, index.entries, index.slots, index.totals, c.beliefs, replica, keys, units,
             c.units_per_token, c.clock(),
         )  # fmt: skip
+        if c.outbox is not None and keys.size:
+            c.outbox.stored(replica, keys, units)
 
     def _remove(self, replica: int, keys: NDArray[np.uint64]) -> None:
-        index = self._cluster.index
+        index = self.cluster.index
         kernels.remove_runs(index.entries, index.slots, index.totals, replica, keys)
+        if self.cluster.outbox is not None and keys.size:
+            self.cluster.outbox.removed(replica, keys)
 
     def _shorten(self, replica: int, key: int, units: int) -> None:
-        index = self._cluster.index
+        index = self.cluster.index
         kernels.shorten_run(
             index.entries, index.slots, index.totals, replica, np.uint64(key), units
         )
+        if self.cluster.outbox is not None and units:
+            self.cluster.outbox.shortened(replica, key, units)
 
 
 def _arrays(runs: Sequence[TextRun]) -> tuple[NDArray[np.uint64], NDArray[np.int32]]:

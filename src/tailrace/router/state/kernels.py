@@ -484,6 +484,21 @@ def shorten_run(entries, slots, totals, r, key, units):
 
 
 @jit
+def latest_runs(entries, r, keys, units):
+    """Fill ``keys`` and ``units`` with the runs of replica ``r`` that were used last, newest first.
+
+    Returns how many there are.
+    """
+    count = 0
+    entry = entries[r, 0]["older"]
+    while entry != 0 and count < keys.size:
+        keys[count], units[count] = entries[r, entry]["key"], entries[r, entry]["tokens"]
+        count += 1
+        entry = entries[r, entry]["older"]
+    return count
+
+
+@jit
 def indexed(attempt, replicas, entries, slots, totals, beliefs, keys, units):
     """The first token of a request has come back, and the prefix index learns of its prompt."""
     t = attempt[0]

@@ -2,6 +2,7 @@
 
 import itertools
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import xxhash
@@ -89,6 +90,12 @@ class SharedSessions(Sessions):
         super().__init__(most)
         self._cells = cells
         self._numbers = itertools.count(worker, workers)
+        self.published: Callable[[int, int, int], None] | None = None
+        """Called with key, last replica and turns of what is published."""
+
+    def number_from(self, first: int) -> None:
+        """Number new conversations from ``first`` on: no other machine uses these numbers."""
+        self._numbers = itertools.count(first)
 
     def of(self, session_id: str) -> Session:
         """Return the conversation of an id as the last worker that had it left it."""
@@ -114,6 +121,18 @@ class SharedSessions(Sessions):
         cells[at + 1], cells[at + 2] = session.number, session.last_replica + 1
         cells[at + 3] = session.turns
         cells[at] = number
+        if self.published is not None:
+            self.published(number, session.last_replica, session.turns)
+
+    def receive(self, key: int, replica: int, turns: int) -> None:
+        """Enter a conversation that a worker on another machine has published."""
+        cells, at = self._cells, key % SESSIONS * SESSION_CELLS
+        if cells[at] == key and cells[at + 3] >= turns:
+            return
+        number = cells[at + 1] if cells[at] == key else key >> 1
+        cells[at] = 0
+        cells[at + 1], cells[at + 2], cells[at + 3] = number, replica + 1, turns
+        cells[at] = key
 
     def _catch_up(self, key: int, session: Session) -> bool:
         """Take over what other workers know, if it is more."""

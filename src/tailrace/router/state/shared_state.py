@@ -61,10 +61,12 @@ def new_shared_state(
     backends: Sequence[BackendSettings],
     workers: int = 1,
     discovery: DiscoverySettings = DiscoverySettings(),  # noqa: B008
+    peers: int = 0,
 ) -> "SharedState":
     """Return the empty state of ``workers`` workers in front of these backends.
 
-    ``discovery``: how others are found, for which there must be room.
+    ``discovery``: how others are found, for which there must be room. ``peers``: most workers on
+    other machines whose state is known here as well, see peers.py.
     """
     servers = [backend.server for backend in backends]
     least = 0
@@ -72,46 +74,51 @@ def new_shared_state(
         servers.append(discovery.backend.server)
         least = discovery.most if workers > 1 else min(discovery.most, FIRST_ROOM)
     capacity = idle_views(servers)["capacity_tokens"]
-    return SharedState(workers, len(backends), index_entries(capacity), least)
+    return SharedState(workers, len(backends), index_entries(capacity), least, peers)
 
 
 class SharedState:
     """Rows of every worker: ``w`` workers, room for ``n`` replicas with ``e`` index entries each.
 
-    With several workers, row ``w + i`` of ``replicas`` and ``routers`` holds what worker ``i``
-    sees: the sum of all rows as of its latest decision. One worker alone sees its own row.
+    Behind the workers' rows there are ``p`` for workers on other machines. Row ``w + p + i`` of
+    ``replicas`` and ``routers`` holds what worker ``i`` sees: the sum of all rows as of its latest
+    decision. One worker alone sees its own row.
     """
 
-    replicas: NDArray[np.void]  #: [2 w or 1, n] REPLICA_VIEW
-    routers: NDArray[np.void]  #: [2 w or 1, ROUTER_ROWS] ROUTER
-    entries: NDArray[np.void]  #: [w, n, e + 1] ENTRY: the prefix indexes, see view/prefix_index.py
-    slots: NDArray[np.int32]  #: [w, n, s]
-    totals: NDArray[np.void]  #: [w, n] TOTALS
+    replicas: NDArray[np.void]  #: [2 w + p or 1, n] REPLICA_VIEW
+    routers: NDArray[np.void]  #: [2 w + p or 1, ROUTER_ROWS] ROUTER
+    entries: NDArray[np.void]  #: [w + p, n, e + 1] ENTRY: the indexes, see view/prefix_index.py
+    slots: NDArray[np.int32]  #: [w + p, n, s]
+    totals: NDArray[np.void]  #: [w + p, n] TOTALS
     sessions: NDArray[np.uint64]  #: [SESSIONS * SESSION_CELLS]; empty for one worker
     in_flight: NDArray[np.int64]  #: [w, n]: requests of every kind at each backend
     freed_at: NDArray[np.float64]  #: [n]: when one of these last ended, s
     models: NDArray[np.void]  #: [w, n] SERVER_MODEL: what each has learned of the replicas' speed
     reports: NDArray[np.void]  #: [w] WORKER
 
-    def __init__(self, workers: int, replicas: int, entries: int, least: int = 0) -> None:
+    def __init__(
+        self, workers: int, replicas: int, entries: int, least: int = 0, peers: int = 0
+    ) -> None:
         """Make it empty; ``replicas`` at the start, ``entries`` of each one's prefix index.
 
-        ``least``: replicas for which there is room in any case.
+        ``least``: replicas for which there is room in any case. ``peers``: most workers on other
+        machines.
         """
         self.workers = workers
+        self.data_rows = data_rows = workers + peers
         self.accounts = ClientAccounts(workers)
         """What clients use at present."""
-        alone = workers == 1  # then it can grow, see with_room
+        self.alone = alone = data_rows == 1  # then it can grow, see with_room
         self.room = room = max(replicas if alone else 2 * replicas + SPARE, least)
-        rows = 1 if alone else 2 * workers
+        rows = 1 if alone else data_rows + workers
         # All-zero memory is an empty index; pages that are never written take no memory.
         slots = prefix_index.new_index(1, entries).slots.shape[1]
         parts: list[tuple[Any, tuple[int, ...]]] = [
             (REPLICA_VIEW, (rows, room)),
             (ROUTER, (rows, ROUTER_ROWS)),
-            (prefix_index.ENTRY, (workers, room, entries + 1)),
-            (np.dtype(np.int32), (workers, room, slots)),
-            (prefix_index.TOTALS, (workers, room)),
+            (prefix_index.ENTRY, (data_rows, room, entries + 1)),
+            (np.dtype(np.int32), (data_rows, room, slots)),
+            (prefix_index.TOTALS, (data_rows, room)),
             (np.dtype(np.uint64), (0 if alone else SESSIONS * SESSION_CELLS,)),
             (np.dtype(np.int64), (workers, room)),
             (np.dtype(np.float64), (room,)),
@@ -140,6 +147,21 @@ class SharedState:
             rows[worker] = np.zeros((), rows.dtype)
         self.entries[worker, :, 0] = np.zeros((), self.entries.dtype)  # the heads of the lists
         self.accounts.clear(worker)
+
+    def clear_peer(self, row: int) -> None:
+        """Forget everything about a worker on another machine."""
+        self.routers[row] = np.zeros((), ROUTER)
+        used = self.totals["fresh"][row] > 0  # the others were never touched: their memory is free
+        self.slots[row, used] = 0
+        self.entries[row, used, 0] = np.zeros((), self.entries.dtype)
+        self.totals[row] = np.zeros((), self.totals.dtype)
+        self.replicas[row] = np.zeros((), REPLICA_VIEW)
+
+    @property
+    def members(self) -> int:
+        """Workers that route to these replicas, those on other machines included."""
+        first = self.replicas["block_size"][self.workers : self.data_rows, 0]
+        return self.workers + int(np.count_nonzero(first))
 
     def with_room(self, replicas: int, entries: int) -> "SharedState":
         """Return the state of one worker alone with room for more replicas or larger indexes.
@@ -180,8 +202,7 @@ class WorkerView:
     @property
     def view_row(self) -> int:
         """Row of ``replicas`` and ``routers`` that holds what the worker sees."""
-        alone = self.shared.workers == 1
-        return self.worker if alone else self.shared.workers + self.worker
+        return self.worker if self.shared.alone else self.shared.data_rows + self.worker
 
     def replicas(self, count: int) -> tuple[NDArray[np.void], NDArray[np.void]]:
         """Return the worker's own records of the first ``count`` replicas, and those it sees."""

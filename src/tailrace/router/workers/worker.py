@@ -26,6 +26,7 @@ from tailrace.router.decide.chooser import Chooser
 from tailrace.router.observe import status
 from tailrace.router.observe.decision_log import load_salt
 from tailrace.router.serve_settings import ServeSettings
+from tailrace.router.shared_store import router_number
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
 from tailrace.router.state.worker_room import WorkerRoom, WorkerSignals
@@ -59,7 +60,9 @@ def serve_several(
         held.append(kept)
     count, salt = settings.processes, load_salt(settings.decisions.folder)
     settings.admin.token()
-    shared = new_shared_state(settings.backends, count, settings.discovery)
+    members = settings.store.members if settings.store.url else 0
+    shared = new_shared_state(settings.backends, count, settings.discovery, members)
+    number_here = router_number()
     # Everything is compiled here, once: workers are copies of this process.
     Chooser(ClusterState(settings.backends, worker_view=shared.of(0)), settings.routing).close()
     shared.clear(0)
@@ -74,6 +77,7 @@ def serve_several(
             router = make(
                 settings, load=load, salt=salt, worker_view=shared.of(number),
                 room=WorkerRoom(shared, number, signals), store=store, part=part(number),
+                router_number=number_here,
             )  # fmt: skip
             peers = PeerWorkers(Path(folder), number, count)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -363,6 +363,8 @@ class RouterCore:
         self.intake.close()
         if self.kv_streams is not None:
             await self.kv_streams.close()
+        if self.shared_store is not None:
+            self.shared_store.stop()
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()

@@ -50,10 +50,11 @@ class SharedStore:
         self._redis: Any = redis
         self._password = settings.password()
         self._secret = secrets.token_bytes(SECRET_BYTES)
+        self._stopped = False
 
     async def run(self) -> None:
-        """Tell and be told, until cancelled; connect again whenever the store was away."""
-        while True:
+        """Tell and be told, until stopped; connect again whenever the store was away."""
+        while not self._stopped:
             client = self._redis.asyncio.from_url(
                 self.settings.url, password=self._password, socket_connect_timeout=TIMEOUT_S,
                 socket_timeout=TIMEOUT_S, health_check_interval=0,
@@ -65,13 +66,17 @@ class SharedStore:
                 why = repr(errors.exceptions[0])[:200]
             finally:
                 with contextlib.suppress(Exception):
-                    await client.aclose()
+                    await asyncio.wait_for(client.aclose(), TIMEOUT_S)
             if self.connected:
                 self.connected = False
                 self.lost += 1
                 _log.warning("the shared store is away", extra={"why": why})
             self.peers.sweep(self._clock())
             await asyncio.sleep(RETRY_S)
+
+    def stop(self) -> None:
+        """End :meth:`run` within a second or two."""
+        self._stopped = True
 
     async def _talk(self, client: Any) -> None:
         """Serve one connection until it fails."""
@@ -90,7 +95,7 @@ class SharedStore:
                 group.create_task(self._listen(subscription))
 
     async def _tell(self, client: Any, channel: str) -> None:
-        while True:
+        while not self._stopped:
             await asyncio.sleep(self.settings.interval_s)
             now = self._clock()
             self.peers.sweep(now)
@@ -100,7 +105,7 @@ class SharedStore:
 
     async def _listen(self, subscription: Any) -> None:
         count = 0
-        while True:
+        while not self._stopped:  # the client library may swallow a cancellation
             message = await subscription.get_message(
                 ignore_subscribe_messages=True, timeout=TIMEOUT_S / 2
             )

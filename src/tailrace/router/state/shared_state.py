@@ -160,8 +160,8 @@ class SharedState:
     @property
     def members(self) -> int:
         """Workers that route to these replicas, those on other machines included."""
-        first = self.replicas["block_size"][self.workers : self.data_rows, 0]
-        return self.workers + int(np.count_nonzero(first))
+        sizes = self.replicas["block_size"][self.workers : self.data_rows]
+        return self.workers + int(np.count_nonzero(sizes.any(axis=1)))
 
     def with_room(self, replicas: int, entries: int) -> "SharedState":
         """Return the state of one worker alone with room for more replicas or larger indexes.

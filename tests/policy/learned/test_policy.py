@@ -319,7 +319,7 @@ def test_explanation_equals_torch(variant: str) -> None:
         torch.from_numpy(v)[None] for v in (x, g, mask, prior, memory)
     )
     tx, tg = tx.double().requires_grad_(), tg.double().requires_grad_()
-    logits = network.step(tx, tg, tmask, tmemory, tprior)[0][0]
+    logits = network.step(tx, tg, tmask, tmemory, tprior.double())[0][0]
     np.testing.assert_allclose(explained.logits, logits.detach(), atol=1e-9)
     np.testing.assert_allclose(explained.probabilities, logits.detach().softmax(0), atol=1e-9)
     attention = network.attention(tx, tg, tmask)[0]

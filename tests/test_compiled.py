@@ -212,6 +212,8 @@ def test_the_package_calls_no_function_without_a_wrapper_from_python():
     inner, used = set(), set()
     folder = ROOT / "src"
     for path in folder.rglob("*.py"):
+        if path.name == "warmup.py":  # compiles them, without a call
+            continue
         tree = ast.parse(path.read_text(encoding="utf-8"))
         names = imported(tree)
         parts = path.relative_to(folder).with_suffix("").parts

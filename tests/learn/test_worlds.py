@@ -357,7 +357,7 @@ def test_worlds_refuse_traffic_set_aside_for_evaluation():
 def test_a_smaller_late_share_charges_lateness_sooner():
     costs = {}
     for share in (1.0, 0.05):
-        world = World(OPEN, SEED, 300, late_share=share)
+        world = World(OPEN, SEED + 1, 300, late_share=share)
         costs[share] = branch(branch_task(world=world, rows=1)).costs[0]
     tried = costs[1.0] != 0
     assert tried.any()

@@ -191,11 +191,12 @@ def test_the_end_of_a_log_is_read_alone(
         live.play(chat(f"{k} " * 40), float(k), 5, lasts_s=1.0 + k % 7)
     live.log.close()
     (file,) = decision_log.files(tmp_path)
-    os.utime(file, (time.time() + 1000, time.time() + 1000))
     if compressed:
         data = file.read_bytes()
         file.unlink()
-        (tmp_path / f"{file.name}.gz").write_bytes(gzip.compress(data))
+        file = tmp_path / f"{file.name}.gz"
+        file.write_bytes(gzip.compress(data))
+    os.utime(file, (time.time() + 1000, time.time() + 1000))
     whole = decision_log.answered(tmp_path)
     since = whole.requests[150].line.arrived
     found = decision_log.answered(tmp_path, since=since)

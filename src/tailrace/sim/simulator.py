@@ -200,7 +200,11 @@ class Simulation:
     def run(self, policy: Policy, progress: Progress | None = None) -> None:
         """Route all remaining requests with one policy."""
         self._fleet.clusters["order"] = order_row(order_of(policy))
-        self._fleet.clusters["holding"] = holding_row(holding_of(policy))
+        holding = holding_of(policy)
+        self._fleet.clusters["holding"] = holding_row(holding)
+        if holding is not None and holding.uses_metrics:
+            # Metrics change within what fast-forward skips, and with them who has room.
+            self._fleet.servers["exact"] = 1
         if isinstance(policy, BuiltinPolicy):
             self._run_builtin(policy, progress)
         else:

@@ -160,7 +160,9 @@ def records(path: Path, since: float = 0.0) -> Iterator[tuple[str, int, dict[str
     Only of requests that arrived at Unix time ``since`` or later. Of a file that is not compressed,
     what was written before is not even read, and lines count from where reading begins.
     """
-    for file in files(path) or [path]:
+    if not path.exists():
+        raise TailraceError(f"{path} does not exist")
+    for file in files(path) or [path] * path.is_file():
         if since and file.stat().st_mtime < since:
             continue
         last_error: str | None = None

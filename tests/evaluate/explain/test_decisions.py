@@ -35,7 +35,7 @@ def traffic():
 def trained(tmp_path_factory):
     path = tmp_path_factory.mktemp("policy") / "mine.tailrace"
     config = small("memory")
-    checkpoint.save(path, config, random_tensors(config))
+    checkpoint.save(path, config, random_tensors(config, 4))
     return str(path)
 
 

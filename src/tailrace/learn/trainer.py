@@ -549,8 +549,8 @@ class Trainer:
         prefix = "network."
         if len(arrays[f"{prefix}replica_norm.mean"]) != len(REPLICA_FEATURES):
             raise TailraceError(
-                f"{self.folder.path} was trained by a version of Tailrace with other features; go on "
-                "with that one, or begin a new run with --from and its best.tailrace"
+                f"{self.folder.path} was trained by a version of Tailrace with other features; go "
+                "on with that one, or begin a new run with --from and its best.tailrace"
             )
         self.network.load_tensors(
             {k.removeprefix(prefix): a for k, a in arrays.items() if k.startswith(prefix)}

@@ -29,7 +29,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluation")
     policy = folder / "mine.tailrace"
     config = small("memory")
-    checkpoint.save(policy, config, random_tensors(config, 3))
+    checkpoint.save(policy, config, random_tensors(config, 4))
     worlds = tuple(load_scenarios(SCENARIOS, REQUESTS))
     names = ("least_outstanding", "lmetric", "round_robin", "lookahead")
     tested = contender(str(policy), worlds[0], Role.SUBJECT)

@@ -27,7 +27,7 @@ FIRST_PAUSE_S = 5.0
 def main() -> None:
     """Do rounds until the router ends."""
     with contextlib.suppress(OSError):
-        os.nice(19)
+        os.setpriority(os.PRIO_PROCESS, 0, 19)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     told = json.loads(sys.stdin.readline())

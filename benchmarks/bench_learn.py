@@ -36,7 +36,7 @@ class Course:
         self.attempts: list[Attempt] = []
 
     def lead(self, count: int) -> float:
-        """Lead so many requests through it; return their CPU time each, us."""
+        """Route ``count`` requests; return the mean CPU time per request, us."""
         bodies = [self._body() for _ in range(count)]
         begun = time.thread_time()
         for body in bodies:

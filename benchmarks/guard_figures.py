@@ -45,7 +45,7 @@ from tailrace.view.records import View
 #: Limits tried, in standard deviations; the last one never intervenes.
 LIMITS = (8.0, 12.0, 16.0, float("inf"))
 WARMUP = {"standard": 0.1, "misjudged": 0.1, "holdout": 0.1, "recorded": 0.2}
-#: Scenarios in which the router takes one server to be so many times as fast as it is.
+#: Scenarios in which the router overestimates the speed of one server by this factor.
 MISJUDGED, FACTORS = ("hot-sessions", "mixed-speed"), (0.01, 0.1, 10.0, 100.0)
 #: Tuning seeds of their own, so that nothing else was chosen on them.
 FIRST_SEED = TUNE_FROM + 5000

@@ -18,7 +18,7 @@ from tailrace.autopilot.sequential import change_detected, evidence
 from tailrace.autopilot.state import PilotState
 from tailrace.router.settings import AutopilotSettings
 
-#: Without a difference, the former policy is put back in charge after so many cycles on average.
+#: Mean number of cycles until the former policy is put back although there is no difference.
 MEAN_CYCLES_TO_FALSE_RETURN = 1000.0
 #: Fewest decisions of a shadow.
 LEAST_SHADOWED = 100

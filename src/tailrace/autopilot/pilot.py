@@ -139,7 +139,7 @@ class Pilot:
         }
 
     def _roles(self) -> dict[str, Any]:
-        """Return the roles of policies; a router that has just begun is told of earlier vetoes."""
+        """Return the roles of policies; tell a router that has just started of earlier vetoes."""
         roles: dict[str, Any] = self._admin.get("/routing")
         if self._applied is None and set(self.state.vetoed) - set(roles["vetoed"]):
             roles = self._admin.post("/autopilot/veto", list(self.state.vetoed))

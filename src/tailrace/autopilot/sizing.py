@@ -14,7 +14,7 @@ from tailrace.workload.table import RequestTable
 
 Floats = NDArray[np.float64]
 
-#: The next minutes are like the last so many seconds, with more or fewer requests.
+#: Seconds of recent traffic that stand for the next minutes, with more or fewer requests.
 RECENT_S = 600.0
 #: Rates are compared from one such stretch to the next, s: about what starting a replica takes.
 STRETCH_S = 300.0

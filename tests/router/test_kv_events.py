@@ -1,6 +1,7 @@
 """A router in front of emulated servers that publish KV events."""
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -185,6 +186,74 @@ def test_a_server_without_tokenize_leaves_estimates() -> None:
             assert learner.failed == 1
             cluster = made.router.backends.cluster
             assert cluster.index.totals["held_tokens"][0] > 700
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("prompt", [["one text"], [list(range(40))], [[1, 2], [3]], [2**63]])
+def test_a_prompt_in_a_form_of_its_own_is_no_fault_of_the_server(prompt: list[Any]) -> None:
+    async def check() -> None:
+        async with published() as made:
+            streams, learner = made.router.kv_streams, made.router.intake.context.prompt_learner
+            assert streams is not None
+            assert learner is not None
+            client = await made.client()
+            await made.ask(
+                "/v1/completions", {"model": "emulated", "prompt": prompt}, client=client
+            )
+            await settled(made)
+            assert learner.failed == 0
+            body = {"model": "emulated", "prompt": text(1, 800), "max_tokens": 4}
+            assert (await made.ask("/v1/completions", body, client=client)).status == 200
+            await settled(made)
+            body = {"model": "emulated", "prompt": text(2, 800), "max_tokens": 4}
+            learned = streams.caches.learned
+            assert (await made.ask("/v1/completions", body, client=client)).status == 200
+            await settled(made)
+            assert streams.caches.learned == learned + 1
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(("status", "asked"), [(400, 2), (404, 1)])
+def test_a_server_that_refuses_one_prompt_is_asked_for_others(status: int, asked: int) -> None:
+    async def check() -> None:
+        async with published() as made:
+            learner = made.router.intake.context.prompt_learner
+            assert learner is not None
+            pool = made.router.backends.all[0].pool
+            fetch = pool.fetch
+
+            async def refuses(method: str, path: str, *args: Any) -> Any:
+                found = await fetch(method, path, *args)
+                return dataclasses.replace(found, status=status) if path == "/tokenize" else found
+
+            pool.fetch = refuses  # type: ignore[method-assign, assignment]
+            for seed in range(2):
+                body = {"model": "emulated", "prompt": text(seed, 800), "max_tokens": 4}
+                assert (await made.ask("/v1/completions", body)).status == 200
+                while learner._tasks:
+                    await asyncio.sleep(0.005)
+            assert learner.failed == asked
+
+    asyncio.run(check())
+
+
+def test_tokens_that_were_forgotten_are_learned_again() -> None:
+    async def check() -> None:
+        async with published() as made:
+            streams = made.router.kv_streams
+            assert streams is not None
+            body = {"model": "emulated", "prompt": text(1, 800), "max_tokens": 4}
+            for learned in (0, 1, 1):  # the first one tells how long blocks are
+                assert (await made.ask("/v1/completions", body)).status == 200
+                await settled(made)
+                assert streams.caches.learned >= learned
+            before = streams.caches.learned
+            streams.caches.runs._runs.clear()
+            assert (await made.ask("/v1/completions", body)).status == 200
+            await settled(made)
+            assert streams.caches.learned == before + 1
 
     asyncio.run(check())
 

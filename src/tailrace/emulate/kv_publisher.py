@@ -108,7 +108,10 @@ class KvPublisher:
         if self._bytes:
             events = [_with_bytes(event) for event in events]
         at = time.time() + self.clock_skew_s
-        payload = kv_events.encode(EventBatch(at, events, 0), as_maps=self._as_maps)
+        self.send(kv_events.encode(EventBatch(at, events, 0), as_maps=self._as_maps))
+
+    def send(self, payload: bytes) -> None:
+        """Publish the next message."""
         number, self._next = self._next, self._next + 1
         self._kept.append((number, payload))
         if self.drop > 0:

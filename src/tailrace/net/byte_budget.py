@@ -10,17 +10,18 @@ class Holder(Protocol):
     """Bytes it has claimed."""
 
     def evict(self) -> None:
-        """Refuse the request that is being received, and free its bytes."""
+        """Free its bytes: those that are spare, else refuse the request that is being received."""
 
 
 class ByteBudget:
     """Counts the bytes of requests that are held: being received, waiting, or at a backend.
 
-    When there are too many, the largest request that is still being received is refused. A client
-    with a small request is thus not turned away because others send large ones.
+    When there are too many, spare ones go first, then the largest request that is still being
+    received is refused. A client with a small request is thus not turned away because others send
+    large ones.
     """
 
-    __slots__ = ("most", "receiving", "used")
+    __slots__ = ("most", "receiving", "spare", "used")
 
     def __init__(self) -> None:
         self.used = 0
@@ -29,6 +30,8 @@ class ByteBudget:
         """Most bytes held since the last look (:meth:`freed`)."""
         self.receiving: set[Holder] = set()
         """Holders whose request is not complete."""
+        self.spare: dict[Holder, None] = {}
+        """Holders whose bytes nobody waits for, oldest first."""
 
     def hold(self, holder: Holder, size: int, limit: int) -> bool:
         """Let a holder hold ``size`` bytes from now on; False: there is no room within ``limit``.
@@ -59,6 +62,11 @@ class ByteBudget:
 
     def _make_room(self, holder: Holder, limit: int) -> bool:
         while self.used > limit:
+            if self.spare:
+                oldest = next(iter(self.spare))
+                del self.spare[oldest]
+                oldest.evict()
+                continue
             largest = max(self.receiving, key=lambda h: h.held, default=holder)
             if largest.held <= holder.held:
                 return False

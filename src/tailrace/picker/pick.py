@@ -250,6 +250,15 @@ class Pick(RoutedRequest):
     def _give_up(self, outcome: str = "backend_failed") -> None:
         self._reply(503, "no replica is available", outcome)
 
+    def keeps_body(self, size: int) -> bool:
+        """Whether the request's body is of use after its end: for the tokens of its prompt."""
+        learner, backend, arrival = self._context.prompt_learner, self._backend, self.arrival
+        if learner is None or backend is None or arrival is None:
+            return False
+        wanted = 0 < size <= learner.settings.prompt_bytes
+        return wanted and learner.wants(backend, self._kind, arrival, self._context.now)
+
     def _ended(self, attempt: Attempt | None, backend: Backend | None, done: bool) -> None:
-        del attempt, backend, done
+        if done and attempt is not None and backend is not None:
+            self._learn_tokens(attempt, backend, self._proxy.body)
         self._proxy.drop_body()

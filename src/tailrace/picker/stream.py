@@ -365,18 +365,19 @@ class PickStream:
         if self._mode in (BUFFERED, BUFFERED_PARTIAL):
             body = self.body if self._renamed else None
             write(messages.routed_with_body(endpoints, headers, removed, body))
-            if self._has_trailers:
-                write(UNCHANGED["request_trailers"])
-            return
-        if self._renamed:
-            headers = (*headers, ("content-length", str(len(self.body)).encode()))
-        write(messages.routed(endpoints, headers, removed))
-        if self._mode == FULL_DUPLEX:
-            for part in messages.chunks(self.body, end=not self._has_trailers):
-                write(part)
-            if self._has_trailers:
-                write(UNCHANGED["request_trailers"])
-        self.drop_body()
+        else:
+            if self._renamed:
+                headers = (*headers, ("content-length", str(len(self.body)).encode()))
+            write(messages.routed(endpoints, headers, removed))
+            if self._mode == FULL_DUPLEX:
+                for part in messages.chunks(self.body, end=not self._has_trailers):
+                    write(part)
+        if self._has_trailers:
+            write(UNCHANGED["request_trailers"])
+        if pick is not None and pick.keeps_body(len(self.body)):
+            self._picker.held.spare[self] = None
+        else:
+            self.drop_body()
 
     def refused(self, status: int, why: str, code: str, extra: bytes) -> None:
         """Answer the client with an error, and end the stream."""
@@ -389,11 +390,20 @@ class PickStream:
         self.body, self._parts = b"", []
         held = self._picker.held
         held.receiving.discard(self)
+        held.spare.pop(self, None)
         held.release(self)
 
     def evict(self) -> None:
-        """There is no room for all bodies: refuse this one, which is the largest unfinished one."""
-        self._refuse(RefusedRequest(503, "too many request bodies at once"))
+        """There is no room for all bodies.
+
+        One that has been passed on is kept only for its prompt's tokens, and dropped. Else this is
+        the largest unfinished one, and its request is refused.
+        """
+        if self._complete:
+            size, self.body = len(self.body), b""
+            self._picker.held.release(self, max(0, self.held - size))
+        else:
+            self._refuse(RefusedRequest(503, "too many request bodies at once"))
 
     def failed(self) -> None:
         """It cannot be begun because of a bug of ours, or for lack of memory."""

@@ -235,3 +235,14 @@ def test_a_prompt_shorter_than_a_block_is_never_cached() -> None:
     attempt = serve(cluster, TEXT[:40])
     learn(caches, attempt, TEXT[:40])
     assert int(cluster.index.totals["count"][0]) == 0
+
+
+def test_a_prompt_may_be_learned_before_the_first_event() -> None:
+    cluster, caches, server = setup()
+    attempt = serve(cluster, TEXT)
+    learn(caches, attempt, TEXT)
+    assert caches.learned == 0
+    server.store(TEXT)
+    assert caches.learned == 1
+    server.remove(TEXT, 16)
+    assert cluster.cached_on(cluster.arrive(ask(TEXT)), 0) == 256

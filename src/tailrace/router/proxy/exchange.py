@@ -409,22 +409,8 @@ class Exchange(RoutedRequest):
 
     def _ended(self, attempt: Attempt | None, backend: Backend | None, done: bool) -> None:
         if done and attempt is not None and backend is not None:
-            if attempt.reported_prompt is None:
-                self._probe_length(attempt, backend)
-            learner = self._context.prompt_learner
-            if learner is not None:
-                body, now = self._request.body, self._context.now
-                learner.offer(backend, self._kind, body, attempt, now)
+            self._learn_tokens(attempt, backend, self._request.body)
         self._request.drop_body()
-
-    def _probe_length(self, attempt: Attempt, backend: Backend) -> None:
-        """The response did not report the prompt's length: perhaps ask ``/tokenize`` for it."""
-        context, arrival = self._context, attempt.arrival
-        asked = arrival.asked
-        if not asked.has_media:
-            context.tokenize_probe.offer(
-                backend, self._kind, asked.model, self._request.body, arrival.size, context.now
-            )
 
     def _extra_headers(self) -> bytes:
         return response_headers.headers(

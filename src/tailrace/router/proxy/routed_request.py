@@ -366,6 +366,20 @@ class RoutedRequest:
             found["gen_ai.usage.output_tokens"] = attempt.streamed if output is None else output
         return found
 
+    def _learn_tokens(self, attempt: Attempt, backend: Backend, body: bytes) -> None:
+        """Perhaps ask the server for the tokens of a prompt that it has answered, or their count.
+
+        ``body``: the request's; empty: it is no longer held.
+        """
+        context, arrival = self._context, attempt.arrival
+        asked, learner = arrival.asked, context.prompt_learner
+        if learner is not None and learner.offer(backend, self._kind, body, attempt, context.now):
+            return
+        if attempt.reported_prompt is None and not asked.has_media:
+            context.tokenize_probe.offer(
+                backend, self._kind, asked.model, body, arrival.size, context.now
+            )
+
     def _used_tokens(self, attempt: Attempt | None, outcome: str) -> float:
         """Return what a request costs its client, in tokens of prompt and answer.
 

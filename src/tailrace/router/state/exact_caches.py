@@ -19,7 +19,7 @@ How far a replica's part of the index can be trusted:
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -38,6 +38,8 @@ _hash = xxhash.xxh3_64_intdigest
 
 #: Prompts per replica whose runs are compared with its events once these have arrived.
 _MOST_UNSETTLED = 1024
+#: Prompts per replica that wait for its first event, which tells how long its blocks are.
+_MOST_EARLY = 16
 #: Where the chain of every prompt begins.
 ROOT = 0
 
@@ -77,6 +79,9 @@ class BlockRuns:
 
     def __len__(self) -> int:
         return len(self._runs)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._runs
 
     def put(self, block: int, runs: list[TextRun]) -> None:
         """Learn the runs that end in a block; what was known of it before stays."""
@@ -160,6 +165,7 @@ class ExactCaches:
         self.trust: dict[int, str] = {}
         # Runs of prompts that were learned while events were missing, and the blocks they end in.
         self._unsettled: dict[int, deque[tuple[NDArray[np.uint64], list[int]]]] = {}
+        self._early: dict[int, deque[tuple[Any, ...]]] = {}  # arguments of ``learn``
         self.learned = 0
         """Prompts whose tokens were learned."""
         none = np.zeros(0, np.uint64)  # compiled now, not when the first event comes
@@ -175,6 +181,7 @@ class ExactCaches:
     def end(self, replica: int) -> None:
         """Expect no more events of a replica."""
         self._unsettled.pop(replica, None)
+        self._early.pop(replica, None)
         if self.mirrors.pop(replica, None) is not None:
             self.set_trust(replica, ESTIMATED)
             del self.trust[replica]
@@ -222,6 +229,8 @@ class ExactCaches:
                     found = [run for block in mirror.store(event) for run in runs_of(block)]
                     if found:
                         self._enter(replica, *_arrays(found))
+                    for prompt in self._early.pop(replica, ()) if self._early else ():
+                        self.learn(replica, *prompt)
                 case BlocksRemoved():
                     gone: list[TextRun] = []
                     for block, parent in mirror.remove(event):
@@ -242,15 +251,19 @@ class ExactCaches:
         units: NDArray[np.int32],
         token_ids: Sequence[int] | NDArray[np.int64],
         ends: NDArray[np.float64],
-    ) -> bool:
-        """Learn the tokens of a prompt that a replica has answered; return whether that was of use.
+    ) -> int | None:
+        """Learn the tokens of a prompt that a replica has answered; None: it has not been learned.
 
         ``keys`` and ``units`` [u] are its runs; ``ends`` [t] says which share of the text has been
-        read after each token, 0 to 1.
+        read after each token, 0 to 1. Return the block in which it ends, ``ROOT`` if it has none.
         """
         mirror = self.mirrors.get(replica)
-        if mirror is None or not mirror.block_size or not len(token_ids):
-            return False
+        if mirror is None or not len(token_ids):
+            return None
+        if not mirror.block_size:
+            early = self._early.setdefault(replica, deque(maxlen=_MOST_EARLY))
+            early.append((model, keys, units, token_ids, ends))
+            return None
         self.learned += 1
         size = mirror.block_size
         blocks = chain(token_ids, size, ROOT)
@@ -275,7 +288,7 @@ class ExactCaches:
         else:
             waiting = self._unsettled.setdefault(replica, deque(maxlen=_MOST_UNSETTLED))
             waiting.append((keys, ended_in))
-        return True
+        return ended_in[-1] if ended_in else ROOT
 
     def _settle(self, replica: int, keys: NDArray[np.uint64], ended_in: Sequence[int]) -> None:
         """Take runs out of the index whose blocks have been evicted already.

@@ -3,7 +3,8 @@
 A request is an :class:`Arrival` (length, content, session), then an :class:`Attempt` for each
 replica it is sent to. The records are those of ``view/records.py``. Only the functions of the
 ledger and of the prefix index change them, as in the simulator, so that a policy sees live what it
-saw in training. All of them are written here; attempts (attempt.py) call the methods below.
+saw in training. How rows come and go is in replica_records.py; what requests change in them is
+here, and attempts (attempt.py) call it.
 """
 
 import heapq
@@ -17,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Replica
 from tailrace.policy.base import Policy, call_hook
 from tailrace.router.intake.prompt_blocks import (
     BLOCK_UNITS,
@@ -33,18 +33,11 @@ from tailrace.router.settings import BackendSettings
 from tailrace.router.state import kernels, server_model
 from tailrace.router.state.active_blocks import ActiveBlocks
 from tailrace.router.state.arrival import Arrival
-from tailrace.router.state.outbox import Outbox
+from tailrace.router.state.replica_records import WIDTH, ReplicaRecords
 from tailrace.router.state.sessions import Sessions, SharedSessions
-from tailrace.router.state.shared_state import (
-    WorkerView,
-    index_entries,
-    memory_of,
-    new_shared_state,
-)
-from tailrace.view import ledger, prefix_index
+from tailrace.router.state.shared_state import WorkerView, memory_of, new_shared_state
+from tailrace.view import prefix_index
 from tailrace.view.records import REPLICA_VIEW, REQUEST_VIEW
-from tailrace.view.replicas import idle_views, is_caching, replica_costs
-from tailrace.view.selection import mix
 from tailrace.workload.table import DEFAULT_TPOT_SLO_S, DEFAULT_TTFT_SLO_S
 
 PRIOR_OUTPUT_TOKENS = 256.0
@@ -56,11 +49,9 @@ _MAX_ENDED = 32
 #: Prompts in a row that should have been cached and were not at all: there is no cache.
 _NO_CACHE_AFTER = 8
 
-#: Numbers per REPLICA_VIEW record, and the places of some of them.
-_WIDTH = REPLICA_VIEW.itemsize // 8
-_AVAILABLE, _CONTEXT, _OLDEST = (
-    list(REPLICA_VIEW.names or ()).index(name)
-    for name in ("available", "context_tokens", "oldest_sent")
+#: Places of some numbers of a REPLICA_VIEW record.
+_CONTEXT, _OLDEST = (
+    list(REPLICA_VIEW.names or ()).index(name) for name in ("context_tokens", "oldest_sent")
 )
 _MODEL_WIDTH = server_model.SERVER_MODEL.itemsize // 8
 _MODEL_FIELDS: Any = server_model.SERVER_MODEL.fields
@@ -97,7 +88,7 @@ class LedgerEntry(Protocol):
         """Called when the predicted time of its first token has come."""
 
 
-class ClusterState:
+class ClusterState(ReplicaRecords):
     """The replicas behind the router and all that is known of them."""
 
     def __init__(
@@ -121,12 +112,11 @@ class ClusterState:
         """
         if worker_view is None:
             worker_view = new_shared_state(backends).of(0)
-        self.worker_view = worker_view
-        self.clock = clock
-        self.counter = counter or TokenCounter()
-        self.sessions = Sessions(max_sessions)
         shared, worker = worker_view.shared, worker_view.worker
         shared.clear(worker)
+        super().__init__(worker_view, clock, seed=seed, learn_speeds=learn_speeds)
+        self.counter = counter or TokenCounter()
+        self.sessions = Sessions(max_sessions)
         if not shared.alone:
             cells = memory_of(shared.sessions)
             self.sessions = SharedSessions(max_sessions, cells, worker, shared.workers)
@@ -135,14 +125,6 @@ class ClusterState:
         self._request_buffer = memory_of(self.request.view(np.uint8))
         self._attempt: NDArray[np.void] = np.zeros(1, kernels.ATTEMPT)
         self._attempt_buffer = memory_of(self._attempt.view(np.uint8))
-        self.routers, self.seen_routers = worker_view.routers()
-        """Own router records, and those that policies see: with what other workers did."""
-        with np.errstate(over="ignore"):
-            for k, row in enumerate(self.routers):
-                row["rng"] = mix(np.uint64(seed + k))
-        self.routers["looked_at"] = clock()
-        self.seen_routers[:] = self.routers
-        self.backends: list[BackendSettings] = []
         self._seed = int.from_bytes(salt[:8].ljust(8, b"\0"), "little")
         self._roots: dict[tuple[str, str], int] = {}
         self._ids = itertools.count()
@@ -151,37 +133,9 @@ class ClusterState:
         self.due: list[tuple[float, int, LedgerEntry]] = []
         """Heap of the predicted times of first tokens of responses that do not stream."""
         self._ended_due = 0  # entries of it that have ended already, about
-        self.replicas, self.seen = worker_view.replicas(0)
-        """Own records of the replicas, and those that policies see: with what other workers did."""
-        self.costs = replica_costs([])
-        """Cost models [n] COST of the replicas: given, assumed or learned."""
-        self._learn_speeds = learn_speeds
-        self.lesson_at: list[float] = []
-        """When the next request to each replica may teach how fast it is, s; inf: none does."""
-        self.beliefs: NDArray[np.void] = np.zeros(0, kernels.BELIEF)
-        self.waiting: list[dict[int, float]] = []
-        self.epochs: list[int] = []
-        self._next_epoch = itertools.count()
         self.index_later = False
         """Whether the prefix index learns of a prompt at its first token, not when it is sent."""
-        self._members = worker_view.shared.members
-        self.outbox: Outbox | None = None
-        """Gathers what workers on other machines have to know; None: there are none."""
-        self.active: ActiveBlocks | None = None
-        """Prompt blocks in flight, counted for policies that read them (Rule.uses_active)."""
-        self._misses: list[int] = []
-        self._answer_share: list[float] = []
         self._grow(backends)
-
-    # ---- replicas -------------------------------------------------------------------------------
-
-    def __len__(self) -> int:
-        return len(self.replicas)
-
-    @property
-    def router(self) -> Any:
-        """The ROUTER record of the cluster."""
-        return self.routers[kernels.MAIN]
 
     @property
     def units_per_token(self) -> float:
@@ -194,166 +148,6 @@ class ClusterState:
         router = self.router
         finished, tokens = float(router["finished"]), float(router["finished_tokens"])
         return (tokens + self.prior_output_tokens) / (finished + 1)
-
-    def add(self, backend: BackendSettings) -> int:
-        """Add a replica at run time; return its number. Numbers of others never change."""
-        self._grow([backend])
-        return len(self.replicas) - 1
-
-    def replace(self, replica: int, backend: BackendSettings) -> None:
-        """Give a number to another server, of which nothing is known yet.
-
-        Attempts that are still open for the old one may be closed later; they count no more.
-        """
-        server = backend.server
-        view = idle_views([server])
-        self._make_room(len(self), view["capacity_tokens"])
-        self._take_rows(len(self))
-        self.forget(replica)
-        self.replicas[replica] = view[0]
-        self.replicas["recent_at"][replica] = self.clock()
-        self.seen[replica] = self.replicas[replica]
-        self.backends[replica] = backend
-        self.costs[replica] = replica_costs([server])[0]
-        self.models[replica] = self._new_models([server])[0]
-        self.lesson_at[replica] = self._first_lesson(replica)
-        self.beliefs[replica] = (self._believed(server), 1, 0)
-        self._misses[replica], self._answer_share[replica] = 0, 1.0
-
-    def shrink(self, count: int) -> None:
-        """Forget the replicas from number ``count`` on; no attempt there may be open."""
-        for replica in range(count, len(self)):
-            self.forget(replica)
-            self.replicas[replica] = np.zeros((), REPLICA_VIEW)  # other workers leave it out
-        del self.backends[count:], self.waiting[count:], self.epochs[count:]
-        del self._misses[count:], self._answer_share[count:], self.lesson_at[count:]
-        self.costs, self.beliefs = self.costs[:count], self.beliefs[:count]
-        self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
-        self._take_rows(count)
-
-    def _grow(self, backends: Sequence[BackendSettings]) -> None:
-        servers = [backend.server for backend in backends]
-        old, n = len(self.replicas), len(self.replicas) + len(servers)
-        views, new = idle_views(servers), slice(old, n)
-        self._make_room(n, views["capacity_tokens"])
-        self._take_rows(n)
-        self.replicas[new] = views
-        self.replicas["recent_at"][new] = self.clock()
-        self.seen[:] = self.replicas
-        self.backends += backends
-        self.costs = np.concatenate([self.costs, replica_costs(servers)])
-        self.models[new] = self._new_models(servers)
-        self.lesson_at += [self._first_lesson(replica) for replica in range(old, n)]
-        believed = np.array([(self._believed(s), 1, 0) for s in servers], kernels.BELIEF)
-        self.beliefs = np.concatenate([self.beliefs, believed])
-        self.caching, self.answers = self.beliefs["caching"], self.beliefs["answers"]
-        self.waiting += [{} for _ in servers]
-        self.epochs += [next(self._next_epoch) for _ in servers]
-        self._misses += [0] * len(servers)
-        self._answer_share += [1.0] * len(servers)
-
-    def _new_models(self, servers: Sequence[Replica]) -> NDArray[np.void]:
-        models = server_model.new_models(servers)
-        models["learns"] &= self._learn_speeds
-        return models
-
-    def _first_lesson(self, replica: int) -> float:
-        return -math.inf if self.models[replica]["learns"] else math.inf
-
-    def begin_lesson(self, replica: int, now: float) -> NDArray[np.void]:
-        """A request is about to be sent from which a replica's speed is learned."""
-        self.lesson_at[replica] = now + server_model.LESSON_EVERY_S
-        lesson = np.zeros(1, server_model.LESSON)
-        server_model.sent(self._all_models, self._all_views, replica, lesson, now)
-        return lesson
-
-    def follow_model(self, replica: int) -> None:
-        """What is known of a replica's speed has changed: let its records follow."""
-        server_model.apply(self.models[replica], self.replicas[replica], self.costs[replica])
-        self.seen[replica] = self.replicas[replica]
-
-    def _take_rows(self, count: int) -> None:
-        """Use the first ``count`` rows of the shared state."""
-        worker_view = self.worker_view
-        self.replicas, self.seen = worker_view.replicas(count)
-        self._all_views = worker_view.shared.replicas[:, :count]
-        self._all_models = worker_view.shared.models[:, :count]
-        self.models = self._all_models[worker_view.worker]
-        self._progress = memory_of(self.models.view(np.float64))
-        self.index = worker_view.index(count)
-        self.routers, self.seen_routers = worker_view.routers()
-        self.cells = memory_of(self.replicas.view(np.int64))
-        self.times = memory_of(self.replicas.view(np.float64))
-
-    def _make_room(self, n: int, capacity_tokens: NDArray[np.int64]) -> None:
-        """Let the state of a worker alone grow; one that several workers share cannot."""
-        shared = self.worker_view.shared
-        entries = max(
-            index_entries(capacity_tokens),
-            index_entries(self.replicas["capacity_tokens"]),
-            shared.index_entries,
-        )
-        if shared.alone and (n > shared.room or entries > shared.index_entries):
-            # Twice as many: copying everything for each of many that come would take seconds.
-            room = max(n, 2 * shared.room) if n > shared.room else shared.room
-            self.worker_view = shared.with_room(room, entries).of(0)
-
-    def _believed(self, server: Replica) -> int:
-        """Among how many indexes a server's memory is divided; 0: it has no cache."""
-        return self._members * int(is_caching(server))
-
-    def count_members(self) -> None:
-        """Divide the servers' caches among the workers that are there now, on all machines."""
-        members = self.worker_view.shared.members
-        if members != self._members:
-            self._members = members
-            self.caching[self.caching > 0] = members
-
-    def set_available(self, replica: int, available: bool) -> None:
-        """Record whether a replica may get requests; health and drains decide that."""
-        self.cells[replica * _WIDTH + _AVAILABLE] = int(available)
-
-    def available(self, replica: int) -> bool:
-        """Whether a replica may get requests."""
-        return bool(self.cells[replica * _WIDTH + _AVAILABLE])
-
-    def forget(self, replica: int) -> None:
-        """A replica died: nothing is in flight or cached there any more.
-
-        Attempts that are still open may be closed later; they count no more.
-        """
-        self.epochs[replica] = next(self._next_epoch)
-        self.waiting[replica].clear()
-        if self.active is not None:
-            self.active.forget(replica)
-        ledger.lost(self.replicas[replica])
-        prefix_index.forget(self.index, replica)
-        if self.outbox is not None:
-            self.outbox.forgotten(replica)
-
-    def scraped(
-        self, replica: int, waiting: float | None, running: float | None, kv_used: float | None
-    ) -> None:
-        """Enter a metrics snapshot taken now; None is unknown, and the ledger stands in for it."""
-        if waiting is None and running is None and kv_used is None:
-            return  # the last snapshot stays, and so does its age
-        view = self.replicas[replica]
-        if waiting is None:
-            waiting = view["queued"]
-        if running is None:
-            running = view["in_flight"] - view["queued"]
-        if kv_used is None:
-            held = float(view["queued_tokens"] + view["context_tokens"])
-            kv_used = min(1.0, held / max(1.0, float(view["capacity_tokens"])))
-        ledger.scraped(view, int(waiting), int(running), float(kv_used), self.clock())
-
-    def set_capacity(self, replica: int, kv_tokens: int, block_size: int | None) -> None:
-        """The server has told its KV memory; what the settings say explicitly stays."""
-        server = self.backends[replica].server
-        if block_size is not None and "block_size" not in server.model_fields_set:
-            self.replicas[replica]["block_size"] = block_size
-        if "num_blocks" not in server.model_fields_set:
-            self.replicas[replica]["capacity_tokens"] = kv_tokens
 
     # ---- policies that listen -------------------------------------------------------------------
 
@@ -496,7 +290,7 @@ class ClusterState:
             self.active.begin(replica, runs)
         waiting = self.waiting[replica]
         if not waiting:
-            self.times[replica * _WIDTH + _OLDEST] = now
+            self.times[replica * WIDTH + _OLDEST] = now
         waiting[entry.serial] = now
         return found
 
@@ -559,7 +353,7 @@ class ClusterState:
         """``n`` more tokens of an attempt have come back."""
         r = entry.replica
         if entry.epoch == self.epochs[r]:
-            self.cells[r * _WIDTH + _CONTEXT] += n
+            self.cells[r * WIDTH + _CONTEXT] += n
 
     def ended(self, entry: LedgerEntry, now: float, output: int) -> float:
         """Take an attempt out of the ledger at ``now`` (s); return the replica's iteration time, s.
@@ -601,7 +395,7 @@ class ClusterState:
         waiting = self.waiting[replica]
         waiting.pop(serial, None)
         if waiting:
-            self.times[replica * _WIDTH + _OLDEST] = next(iter(waiting.values()))
+            self.times[replica * WIDTH + _OLDEST] = next(iter(waiting.values()))
 
     def expect_first_token(self, at: float, serial: int, entry: LedgerEntry) -> None:
         """The first token of a response that does not stream is predicted at ``at`` (s)."""

@@ -6,9 +6,10 @@ request meets a router by chance, the worst case; with ``session`` all turns of 
 the same one, as behind a balancer that hashes by session. With ``--books shared`` the routers are
 workers of one (``tailrace serve --processes``) and read each other's state. With ``--books store``
 they run on several machines, tell each other what changes every STORE_S, which arrives STORE_LAG_S
-later, and read the replicas' KV events, EVENT_LAG_S late. Replicas are emulated and time is
-virtual, so the figures depend on nothing but the seeds. Each policy serves identical arrivals;
-``loss`` is the mean time to first token over that of one router with the same policy.
+later, and read the replicas' KV events, EVENT_LAG_S late; ``store-alone`` is the same without
+events. Replicas are emulated and time is virtual, so the figures depend on nothing but the seeds.
+Each policy serves identical arrivals; ``loss`` is the mean time to first token over that of one
+router with the same policy.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import json
 import random
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,8 +109,8 @@ class World:
         self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int,
         by_session: bool, books: str, *, told: bool = True, learn: bool = True,
     ) -> None:  # fmt: skip
-        """``books``: own, shared or store. ``told``: the routers' settings say how fast the servers
-        are; ``learn``: if not, they find out."""
+        """``books``: own, shared, store or store-alone. ``told``: the routers' settings say how fast
+        the servers are; ``learn``: if not, they find out."""
         self._clock = Clock()
         servers = resolved(scenario.cluster)
         self._replicas = [
@@ -127,7 +129,7 @@ class World:
         self._caches: list[ExactCaches] = []
         for number in range(routers):
             worker_view = shared.of(number) if shared is not None else None
-            if books == "store":
+            if books.startswith("store"):
                 worker_view = new_shared_state(backends, peers=routers).of(0)
             cluster = ClusterState(
                 backends, self._clock.now, seed=1000 * seed + number, worker_view=worker_view,
@@ -135,8 +137,10 @@ class World:
             )  # fmt: skip
             self._routers.append((cluster, Chooser(cluster, settings, warm_up=False)))
             self._clock.call_at(number * SCRAPE_S / routers, partial(self._scrape, cluster))
-            if books == "store":
+            if books.startswith("store"):
                 self._connect(cluster, number, number * STORE_S / routers)
+            if books == "store":
+                self._read_events(cluster)
         if self._caches:
             for number, replica in enumerate(self._replicas):
                 replica.tell(partial(self._tell_events, number))
@@ -160,10 +164,13 @@ class World:
         self._clock.run(lambda: self._left > 0)
 
     def _connect(self, cluster: ClusterState, number: int, first_s: float) -> None:
-        """Let a router tell others what it does, and read the replicas' events."""
+        """Let a router tell others what it does."""
         peers = Peers(cluster, number)
         self._peers.append(peers)
         self._clock.call_at(first_s, partial(self._tell_peers, peers))
+
+    def _read_events(self, cluster: ClusterState) -> None:
+        """Let a router read the replicas' KV events."""
         caches = ExactCaches(cluster, 1 << 18)
         for replica in range(len(self._replicas)):
             caches.begin(replica)
@@ -278,10 +285,25 @@ def measure(
     return found
 
 
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """Return earlier results with those of another run in the place of what they measure again."""
+    runs = {(r["scenario"], r["spread"], r["books"]): dict(r["policies"]) for r in old["runs"]}
+    for run in new["runs"]:
+        key = run["scenario"], run["spread"], run["books"]
+        runs[key] = {**runs.get(key, {}), **run["policies"]}
+    about = {name: value for name, value in new.items() if name != "runs"}
+    if about != {name: value for name, value in old.items() if name != "runs"}:
+        raise SystemExit("the earlier results are of other requests or seeds; measure all again")
+    names = ("scenario", "spread", "books")
+    found = [{**dict(zip(names, key, strict=True)), "policies": p} for key, p in runs.items()]
+    return {**about, "runs": found}
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
+    parser.add_argument("--update", type=Path, help="results of an earlier run; print both")
     parser.add_argument("--scenario", nargs="*", default=["demo", "agents"])
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--routers", type=int, nargs="*", default=ROUTERS)
@@ -290,7 +312,8 @@ def main() -> None:
         "--spread", choices=["request", "session"], nargs="*", default=["request", "session"]
     )
     parser.add_argument(
-        "--books", choices=["own", "shared", "store"], nargs="*", default=["own", "shared"],
+        "--books", choices=["own", "shared", "store", "store-alone"], nargs="*",
+        default=["own", "shared"],
         help="whether routers read each other's, in memory or through a store",
     )  # fmt: skip
     parser.add_argument("--seeds", type=int, default=3)
@@ -317,7 +340,10 @@ def main() -> None:
                 )
     if options.json:
         about = {"requests": options.requests, "seeds": options.seeds, "first_seed": options.seed}
-        print(json.dumps({**about, "runs": runs}, indent=1))
+        results = {**about, "runs": runs}
+        if options.update is not None:
+            results = merged(json.loads(options.update.read_text()), results)
+        print(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

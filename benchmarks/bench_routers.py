@@ -109,7 +109,7 @@ class World:
         self, scenario: Scenario, table: RequestTable, policy: str, routers: int, seed: int,
         by_session: bool, books: str, *, told: bool = True, learn: bool = True,
     ) -> None:  # fmt: skip
-        """``books``: own, shared, store or store-alone. ``told``: the routers' settings say how fast
+        """``books``: own, shared, store or store-alone. ``told``: the routers know how fast
         the servers are; ``learn``: if not, they find out."""
         self._clock = Clock()
         servers = resolved(scenario.cluster)

@@ -78,6 +78,8 @@ def test_events_of_no_concern_are_left_out(event: list[object]) -> None:
         msgpack.packb([1.0, [["BlockStored", [1], 1.5, [1], 1, None]]]),
         msgpack.packb([1.0, [{"block_hashes": [1]}]]), msgpack.packb(["x", []]),
         msgpack.packb([1.0, [[]]]), msgpack.packb([1.0, [["BlockRemoved"]]]),
+        msgpack.packb([1.0, [["BlockStored", [1], None, ["x"], 1, None]]]),
+        msgpack.packb([1.0, [["BlockStored", [1], None, [2**64 - 1], 1, None]]]),
     ],
 )  # fmt: skip
 def test_garbage_is_refused(payload: bytes) -> None:

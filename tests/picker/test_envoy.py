@@ -277,7 +277,6 @@ def test_the_picker_is_killed_under_load(fail_open: bool, mode: str, served: boo
             try:
                 while (await b.ask()).status != 200:
                     await asyncio.sleep(0.1)
-                after = []
                 load = [asyncio.create_task(b.ask({**CHAT, "stream": True})) for _ in range(20)]
                 await asyncio.sleep(0.1)
                 os.kill(picker.pid, signal.SIGKILL)
@@ -286,12 +285,10 @@ def test_the_picker_is_killed_under_load(fail_open: bool, mode: str, served: boo
                 assert len(results) == 20  # none hangs
                 before = [(await b.ask()).status for _ in range(10)]
                 picker = await start()
-                for _ in range(100):
+                after: list[int] = []
+                while after[-10:] != [200] * 10:  # until Envoy's health check has found it
                     after.append((await b.ask()).status)
-                    if after[-10:] == [200] * 10:
-                        break
                     await asyncio.sleep(0.05)
-                assert after[-10:] == [200] * 10
                 if served:
                     assert before == [200] * 10
                 else:
@@ -301,4 +298,4 @@ def test_the_picker_is_killed_under_load(fail_open: bool, mode: str, served: boo
                 picker.kill()
                 await picker.wait()
 
-    run(test(), limit_s=90, factory=asyncio.new_event_loop)
+    run(test(), limit_s=240, factory=asyncio.new_event_loop)

@@ -8,6 +8,7 @@ A request for replay is a sequence number; the response is every later message t
 has, and at the end the number -1.
 """
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ def decode(payload: bytes) -> EventBatch:
             rank = more[0] if more else None
         found = [event for given in events if (event := _event(given)) is not None]
         return EventBatch(float(at), found, rank)
-    except (KeyError, TypeError, IndexError, ValueError, msgpack.UnpackException) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
         raise ValueError(f"no batch of KV events: {error!r}"[:200]) from None
 
 
@@ -126,6 +127,7 @@ def _event(given: Any) -> Event | None:
         return BlocksRemoved(hashes)
     parent, size = fields.get("parent_block_hash"), int(fields["block_size"])
     token_ids, extra = fields["token_ids"], fields.get("extra_keys")
+    array("q", token_ids)  # raises unless all are integers of 64 bits
     if size < 1 or len(token_ids) != size * len(hashes):
         return None  # a part of a block, or blocks with gaps between them (sliding windows)
     if extra is None and fields.get("lora_name"):

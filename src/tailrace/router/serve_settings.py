@@ -66,8 +66,8 @@ class ServeSettings(Settings):
     """Let several routers listen there (SO_REUSEPORT); the kernel spreads connections over them."""
     tls: ListenerTls = ListenerTls()
     trusted_proxies: tuple[str, ...] = ()
-    """Addresses or networks (CIDR) of proxies whose X-Forwarded-For is believed; from all others
-    this and the like is removed. With it, servers get X-Forwarded-For with the client's address."""
+    """Addresses or networks (CIDR) of proxies whose X-Forwarded-For is trusted; from other clients
+    it and similar headers are removed. Servers then get the client's address in X-Forwarded-For."""
     clients: tuple[ClientSettings, ...] = Field(default=(), max_length=MAX_CLIENTS)
     """Clients with keys; none: anyone who can reach the router may use it."""
     paths: tuple[str, ...] = INFERENCE_PATHS

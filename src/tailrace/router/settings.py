@@ -30,12 +30,12 @@ class ListenerTls(Settings):
     go on."""
 
     certificate: Path | None = None
-    """Its certificate, followed by those that signed it; default: no TLS."""
+    """Certificate of the listener, followed by those that signed it; default: no TLS."""
     key: Path | None = None
-    """Key of the certificate, without a password; default: it stands in the same file."""
+    """Key of the certificate, without a password; default: in the same file."""
     client_ca: Path | None = None
-    """Authorities that must have signed the certificate of every client; default: clients need
-    none."""
+    """CA certificates that clients' certificates are verified with; default: clients need no
+    certificate."""
 
     @model_validator(mode="after")
     def _has_a_certificate(self) -> Self:
@@ -50,16 +50,16 @@ class ListenerTls(Settings):
 
 
 class BackendTls(Settings):
-    """TLS to an https backend. The files are PEM, and are read again when they change."""
+    """TLS to an https server. The files are PEM, and are read again when they change."""
 
     ca: Path | None = None
-    """Authorities that must have signed its certificate; default: those of the system."""
+    """CA certificates that the server's certificate is verified with; default: the system's."""
     certificate: Path | None = None
-    """Certificate to show it, followed by those that signed it."""
+    """Client certificate, followed by those that signed it."""
     key: Path | None = None
-    """Key of this certificate, without a password; default: it stands in the same file."""
+    """Key of the client certificate, without a password; default: in the same file."""
     server_name: str = Field(default="", max_length=253)
-    """Name that its certificate must be for; default: the host of the URL."""
+    """Host name that the server's certificate must have; default: the host of the URL."""
 
     @model_validator(mode="after")
     def _has_a_certificate(self) -> Self:
@@ -386,16 +386,16 @@ class EventSettings(Settings):
     replay_port: int = Field(default=0, ge=0, le=65535)
     """Port where every backend replays them; 0: only those with `kv_replay`."""
     topic: str = Field(default="", max_length=256)
-    """Topics that begin with this are read; empty: all."""
+    """Read only topics that begin with this; empty: all."""
     max_lag_s: Seconds = 2.0
-    """Events later than this make a replica's caches stale: the router estimates them again, s."""
+    """Maximum delay of events, s; beyond it a replica's cache is `stale` and is estimated again."""
     prompts: int = Field(default=8, ge=1, le=1024)
-    """Prompts whose tokens are asked for at a time (/tokenize, after the response); the caches of
-    more are estimated."""
+    """Maximum number of /tokenize requests in progress (each follows a response). The caches of
+    prompts beyond it stay estimated."""
     prompt_bytes: int = Field(default=262_144, ge=0, le=2**24)
-    """Longest request body whose tokens are asked for."""
+    """Longest request body whose tokens are asked for, bytes."""
     blocks: int = Field(default=262_144, ge=1024, le=2**24)
-    """KV blocks remembered per server, about 300 bytes each and worker process."""
+    """KV blocks remembered per server; each takes about 300 bytes in every worker process."""
 
     def endpoints(self, backend: BackendSettings) -> tuple[str, str]:
         """Return where a backend publishes and replays its events; empty: nowhere."""
@@ -416,11 +416,11 @@ class StoreSettings(Settings):
     name: str = Field(default="tailrace", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Routers with the same name share their state."""
     interval_s: float = Field(default=0.01, ge=0.001, le=10, allow_inf_nan=False)
-    """How often the others are told what has changed, s."""
+    """Interval between two messages to the other routers, s."""
     gone_s: Seconds = 2.0
     """A router that is silent for this long is forgotten, s."""
     members: int = Field(default=16, ge=1, le=256)
-    """Most worker processes on other machines whose state is kept."""
+    """Maximum number of worker processes on other machines whose state is kept."""
 
     @field_validator("url")
     @classmethod

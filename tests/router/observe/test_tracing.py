@@ -47,7 +47,8 @@ def spans_of(body: bytes) -> list[dict[str, Any]]:
         for scope in resource["instrumentationLibrarySpans"]:
             scope["instrumentationLibrary"] = scope.pop("scope")
             for span in scope["spans"]:
-                assert span.pop("flags") in (1, 0x101)
+                remote = 0x200 if span["kind"] == tracing._SERVER else 0
+                assert span.pop("flags") == (0x101 | remote if "parentSpanId" in span else 1)
                 for name in ("traceId", "spanId", "parentSpanId"):
                     if name in span:  # hexadecimal in OTLP, base64 in protobuf's JSON
                         span[name] = base64.b64encode(bytes.fromhex(span[name])).decode()

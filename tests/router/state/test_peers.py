@@ -230,6 +230,8 @@ def test_messages_of_others_can_do_no_harm() -> None:
         msgpack.packb([*message[:6], b"12345", *message[7:]]),
         msgpack.packb([*message[:8], [[0, message[5][0], b"1", b"2", 0]], *message[9:]]),
         msgpack.packb([*message[:8], [[0, message[5][0], b"", b"", 0]], *message[9:]]),
+        msgpack.packb([*message[:8], [[2, message[5][0], -1, 5]], *message[9:]]),  # a negative key
+        msgpack.packb([*message[:9], [[-(2**60), message[5][0], 1]], *message[10:]]),
     ]  # fmt: skip
     refused = b.peers.refused
     for data in bad:

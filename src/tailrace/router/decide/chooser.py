@@ -84,20 +84,19 @@ class ChooserSettings(Settings):
     canary: str = ""
     """Policy that routes a share of the sessions; empty: none."""
     canary_share: Share = 0.0
-    """That share, 0 to 1; a session stays with one policy."""
+    """Share of the sessions for the canary, 0 to 1; a session stays with one policy."""
     canary_block_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
-    """If above 0, the canary gets all requests of one block of so many seconds in every
-    1 / `canary_share`, drawn at random, instead of a share of the sessions."""
+    """Length of a time block, s. If above 0, the canary serves all requests of some blocks instead
+    of a share of the sessions: of every 1 / `canary_share` blocks, one that is drawn at random."""
     canary_seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of that draw."""
+    """Seed of the draw of blocks."""
     canary_until: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
     """Unix time at which the canary ends by itself, s; 0: it does not."""
     shadow: str = ""
     """Policy whose decisions are logged but not used; empty: none."""
     prefix_learns: PrefixLearns = "sent"
-    """When the prefix index learns that a replica has a prompt: sent, first_token, or events. The
-    last is first_token, and every backend must publish KV events. Where these are published they
-    correct the index in any case."""
+    """When a prompt enters the prefix index: sent, first_token, or events (as first_token, and
+    every backend must publish KV events). KV events correct the index in any case."""
 
     @model_validator(mode="after")
     def _canary_has_both(self) -> Self:

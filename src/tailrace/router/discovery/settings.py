@@ -32,13 +32,13 @@ class KubernetesSettings(Settings):
     scheme: str = Field(default="http", pattern=r"^https?$")
     """http or https."""
     namespace: ObjectName = ""
-    """Namespace of all this; default: that of the router's own pod."""
+    """Namespace of the service, pool or pods; default: that of the router's own pod."""
     api_server: str = ""
-    """URL of the API; default: the one that the router's own pod is told of."""
+    """URL of the Kubernetes API; default: that of the cluster in which the router runs."""
     token_file: Path | None = ACCOUNT / "token"
     """File with the token for the API, read again for each request."""
     ca: Path | None = ACCOUNT / "ca.crt"
-    """Authorities that must have signed the API's certificate."""
+    """CA certificates that the API's certificate is verified with."""
 
     @property
     def is_used(self) -> bool:
@@ -70,9 +70,9 @@ class DiscoverySettings(Settings):
     """URLs such as http://vllm.example:8000: every address of the name is a server. Names are
     resolved again every `interval_s`."""
     interval_s: Seconds = 5.0
-    """How often files are looked at and names are resolved, s."""
+    """Interval between two checks of the file and of DNS names, s."""
     most: int = Field(default=256, ge=1, le=MAX_REPLICAS)
-    """Room for servers if there are several `processes`; one process alone grows."""
+    """Maximum number of servers with several `processes`; a single process has no limit."""
     kubernetes: KubernetesSettings = KubernetesSettings()
     backend: BackendDefaults = BackendDefaults()
 

@@ -38,6 +38,9 @@ TIMEOUT_S, LAST_S = 10.0, 2.0
 AGAIN_S = 5.0
 _SERVER, _CLIENT = 2, 3
 _ERROR = 2
+#: Flags of a span (OTLP's SpanFlags): it is sampled, it says where its parent is, and that is
+#: another process.
+_SAMPLED, _KNOWN_WHERE, _REMOTE = 0x1, 0x100, 0x200
 _GOOD = frozenset(("done", "client_gone", "rejected"))
 _PARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _CONTINUED = frozenset((b"traceparent",))
@@ -58,9 +61,9 @@ class TracingSettings(Settings):
     headers_env: str | None = None
     """Environment variable with headers for the collector: name=value, separated by commas."""
     interval_s: Seconds = 1.0
-    """How often spans are sent, s."""
+    """Interval between two messages to the collector, s."""
     most: int = Field(default=8192, ge=1, le=1_000_000)
-    """Spans that wait for the collector; beyond it the oldest are dropped."""
+    """Maximum number of spans that wait for the collector; beyond it the oldest are dropped."""
     tls: BackendTls = BackendTls()
 
     @field_validator("endpoint")
@@ -166,7 +169,7 @@ class RequestTrace:
     ) -> None:  # fmt: skip
         self._tracer.add({
             "traceId": self._trace, "spanId": span, **({"parentSpanId": parent} if parent else {}),
-            "name": name, "kind": kind, "flags": 0x101 if parent else 1,
+            "name": name, "kind": kind, "flags": _flags(kind, parent),
             "startTimeUnixNano": str(began), "endTimeUnixNano": str(time.time_ns()),
             "attributes": [{"key": key, "value": _value(value)} for key, value in about.items()],
             "status": {} if outcome in _GOOD else {"code": _ERROR, "message": outcome},
@@ -258,6 +261,9 @@ class Tracer:
                 why = f"answers {status}"
         except FetchError as error:
             why = str(error)
+        except asyncio.CancelledError:
+            self._spans.extendleft(reversed(batch))  # stop() sends them
+            raise
         if not why:
             self.sent += len(batch)
             self._failing = False
@@ -272,6 +278,13 @@ class Tracer:
         self.lost += max(0, len(batch) - room)
         self._spans.extendleft(reversed(batch[max(0, len(batch) - room) :]))
         return False
+
+
+def _flags(kind: int, parent: str) -> int:
+    """Return a span's flags: sampled, and whether its parent is of another process."""
+    if not parent:
+        return _SAMPLED
+    return _SAMPLED | _KNOWN_WHERE | (_REMOTE if kind == _SERVER else 0)
 
 
 def _id(bits: int) -> str:

@@ -197,9 +197,9 @@ def test_times_that_follow_no_cost_model_are_flagged() -> None:
     rng = np.random.default_rng(1)
     views = cluster.replicas.reshape(1, 1)
     for k in range(200):
-        now, lesson = 10.0 * k, np.zeros(1, server_model.LESSON)
+        now, lesson = 10.0 * k, np.zeros(server_model.LESSON_SHAPE)
         server_model.sent(models, views, 0, lesson, now)
-        server_model.first_token(models, views, 0, lesson, now + 0.1)
+        server_model.first_token(models, views, 0, lesson, now + 0.1, 100, 0)
         end, prompt = now + 0.1 + float(rng.choice([0.01, 5.0])), (100.0, 0.0)
         server_model.ended(models, views, cluster.costs, 0, 0, lesson, end, 50, prompt, prompt)
     cluster.models[0] = models[0, 0]
@@ -219,16 +219,15 @@ def test_prompts_count_as_the_server_counts_them() -> None:
     )
     rng = np.random.default_rng(3)
     for k in range(150):
-        now, lesson = 10.0 * k, np.zeros(1, server_model.LESSON)
+        now, lesson = 10.0 * k, np.zeros(server_model.LESSON_SHAPE)
         server_model.sent(models, views, 0, lesson, now)
         fresh = float(rng.choice([50, 200, 400]))
         believed, counted = (2000.0, 0.0), (fresh, 2000.0 - fresh)
         work = fresh * (counted[1] + 0.5 * fresh)
         first = token_ms(cost, fresh) + float(cost["per_prefill_ms"]) * work
-        models["prefilled"] += believed[0]
-        models["prefill_work"] += 0.5 * believed[0] ** 2
         at = now + server_model.OVERHEAD_S + 1e-3 * first
-        server_model.first_token(models, views, 0, lesson, at)
+        server_model.first_token(models, views, 0, lesson, at, 2000, 0)
+        server_model.prefilled(models[0, 0], 2000, 0)
         end = at + 49e-3 * token_ms(cost, 1.0)
         server_model.ended(models, views, cluster.costs, 0, 0, lesson, end, 50, believed, counted)
     assert cluster.replicas[0]["prefill_tokens_per_s"] == pytest.approx(truth, rel=0.1)
@@ -242,10 +241,10 @@ def test_what_is_learned_does_not_follow_every_answer_of_a_server_whose_times_sc
     rng = np.random.default_rng(4)
     found = []
     for k in range(300):
-        now, lesson = 2.0 * k, np.zeros(1, server_model.LESSON)
+        now, lesson = 2.0 * k, np.zeros(server_model.LESSON_SHAPE)
         server_model.sent(models, views, 0, lesson, now)
-        models["prefilled"] += prompt[0]
-        server_model.first_token(models, views, 0, lesson, now + 0.03)
+        server_model.first_token(models, views, 0, lesson, now + 0.03, 100, 0)
+        server_model.prefilled(models[0, 0], 100, 0)
         end = now + 0.03 + 49e-3 * truth * rng.uniform(0.5, 1.5)
         server_model.ended(models, views, cluster.costs, 0, 0, lesson, end, 50, prompt, prompt)
         found.append(token_ms(cluster.costs[0], 1.0) / truth)
@@ -272,9 +271,10 @@ def test_two_workers_learn_from_what_both_send() -> None:
         attempt.tokens(3)
     lesson = attempts[1].lesson
     assert lesson is not None
-    assert lesson["first"]["prefilled"] == 2000
-    assert lesson["first"]["output"] == 3
-    assert lesson["first"]["context"] == 1003
+    first = lesson[server_model.FIRST]
+    assert first[server_model.PREFILLED] == 2000
+    assert first[server_model.OUTPUT] == 3
+    assert first[server_model.CONTEXTS] == 1003
 
 
 def test_it_is_kept_over_a_restart(tmp_path: Path) -> None:
@@ -309,3 +309,16 @@ def test_a_damaged_file_is_left_out(damage: str, tmp_path: Path) -> None:
     path.write_text(json.dumps({"version": 1, "servers": {url: entry}}))
     assert restore(cluster, path) == 0
     np.testing.assert_array_equal(cluster.costs, replica_costs([Replica()]))
+
+
+def test_at_a_high_rate_few_requests_teach() -> None:
+    clock = Clock()
+    cluster = ClusterState(backends(Replica()), clock)
+    taught = 0
+    cluster.models["equations"] = server_model.MANY
+    for _ in range(1000):  # over 10 s
+        clock.now += 0.01
+        if clock.now >= cluster.lesson_at[0]:
+            cluster.begin_lesson(0, clock.now)
+            taught += 1
+    assert 35 <= taught <= 41

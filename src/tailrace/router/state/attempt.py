@@ -52,7 +52,7 @@ class Attempt:
         self.cached = decision.cached
         if replica != decision.replica:
             self.cached = cluster.cached_on(arrival, replica)
-        self.lesson: NDArray[np.void] | None = None
+        self.lesson: NDArray[np.float64] | None = None
         asked = arrival.asked
         if now >= cluster.lesson_at[replica] and asked.generates and asked.prompts == 1:
             self.lesson = cluster.begin_lesson(replica, now)

@@ -9,11 +9,10 @@ here, and attempts (attempt.py) call it.
 
 import heapq
 import itertools
-import math
 import struct
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,9 +52,6 @@ _NO_CACHE_AFTER = 8
 _CONTEXT, _OLDEST = (
     list(REPLICA_VIEW.names or ()).index(name) for name in ("context_tokens", "oldest_sent")
 )
-_MODEL_WIDTH = server_model.SERVER_MODEL.itemsize // 8
-_MODEL_FIELDS: Any = server_model.SERVER_MODEL.fields
-_PREFILLED = _MODEL_FIELDS["prefilled"][1] // 8  # after it: prefill_work
 _REQUEST = struct.Struct("=dqdqdqqqQqddQ")
 assert _REQUEST.size == REQUEST_VIEW.itemsize
 _ATTEMPT = struct.Struct("=qdqqdqqddqqqq")
@@ -78,7 +74,7 @@ class LedgerEntry(Protocol):
     answer_tokens: int  #: tokens of ``cached`` that are an earlier answer
     answering: bool  #: its first token is in the ledger
     streamed: int  #: tokens so far
-    lesson: NDArray[np.void] | None  #: [1] LESSON, if a server's speed is learned from it
+    lesson: NDArray[np.float64] | None  #: [LESSON_SHAPE], if a server's speed is learned from it
     first_at: float | None  #: when its first token came, s; None: it has not, or was presumed
     reported_prompt: int | None  #: by the server's own count; None: it has not said
     reported_cached: int | None
@@ -298,17 +294,17 @@ class ClusterState(ReplicaRecords):
         """The first ``entry.streamed`` tokens of an attempt have come back."""
         r = entry.replica
         if entry.epoch == self.epochs[r]:
-            if self.lesson_at[r] < math.inf:
-                self._prefilled(entry)
-                if entry.lesson is not None and entry.first_at is not None:
-                    server_model.first_token(
-                        self._all_models, self._all_views, r, entry.lesson, entry.first_at
-                    )
+            if entry.lesson is not None and entry.first_at is not None:
+                server_model.first_token(
+                    self._all_models, self._all_views, r, entry.lesson, entry.first_at,
+                    entry.prompt_tokens, entry.cached,
+                )  # fmt: skip
             if self.index_later:
                 self._index(entry, self.clock())
             kernels.answered(
-                self.replicas, r, entry.prompt_tokens, entry.cached, entry.sent_at, entry.streamed
-            )
+                self.replicas, self.models, r, entry.prompt_tokens, entry.cached, entry.sent_at,
+                entry.streamed,
+            )  # fmt: skip
             self._left_queue(r, entry.serial)
 
     def _index(self, entry: LedgerEntry, now: float) -> None:
@@ -340,15 +336,6 @@ class ClusterState(ReplicaRecords):
             per_block = tokens / max(1, int(view["block_size"]))
             view["active_blocks"], view["new_blocks"] = in_flight * per_block, new * per_block
 
-    def _prefilled(self, entry: LedgerEntry) -> None:
-        """Count a prompt as read by its server."""
-        cached = entry.cached
-        uncached = entry.prompt_tokens - cached
-        at = entry.replica * _MODEL_WIDTH + _PREFILLED
-        progress = self._progress
-        progress[at] += uncached
-        progress[at + 1] += uncached * (cached + 0.5 * uncached)
-
     def streamed(self, entry: LedgerEntry, n: int) -> None:
         """``n`` more tokens of an attempt have come back."""
         r = entry.replica
@@ -370,7 +357,7 @@ class ClusterState(ReplicaRecords):
             self._index(entry, now)
         if entry.lesson is not None and output > 1:
             if not entry.answering:  # it did not stream, and ended sooner than predicted
-                self._prefilled(entry)
+                server_model.prefilled(self.models[r], entry.prompt_tokens, entry.cached)
             believed, counted = _prompt_counts(entry)
             server_model.ended(
                 self._all_models, self._all_views, self.costs, self.worker_view.worker, r,

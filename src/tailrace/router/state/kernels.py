@@ -25,6 +25,7 @@ from tailrace.policy.learned.observation import _decode_s
 from tailrace.policy.learned.policy import learned_scores
 from tailrace.policy.rules import LEARNED, quantities, score
 from tailrace.policy.rules.predicted import predicted_ttft
+from tailrace.router.state import server_model
 from tailrace.view import ledger, prefix_index
 from tailrace.view.prefix_index import PrefixIndex
 from tailrace.view.records import HISTORY_S, View
@@ -523,8 +524,9 @@ def _remove(entries, slots, totals, key):
 
 
 @jit
-def answered(replicas, r, prompt, cached, sent_at, streamed):
+def answered(replicas, models, r, prompt, cached, sent_at, streamed):
     """Its first ``streamed`` tokens have come back."""
+    server_model.prefilled(models[r], prompt, cached)
     ledger.answering(replicas[r], prompt, cached, sent_at)
     replicas[r]["context_tokens"] += prompt + streamed
 

@@ -143,10 +143,11 @@ class ReplicaRecords:
     def _first_lesson(self, replica: int) -> float:
         return -math.inf if self.models[replica]["learns"] else math.inf
 
-    def begin_lesson(self, replica: int, now: float) -> NDArray[np.void]:
+    def begin_lesson(self, replica: int, now: float) -> NDArray[np.float64]:
         """A request is about to be sent from which a replica's speed is learned."""
-        self.lesson_at[replica] = now + server_model.LESSON_EVERY_S
-        lesson = np.zeros(1, server_model.LESSON)
+        known = self.models[replica]["equations"]
+        self.lesson_at[replica] = now + server_model.lesson_interval_s(known)
+        lesson = np.zeros(server_model.LESSON_SHAPE)
         server_model.sent(self._all_models, self._all_views, replica, lesson, now)
         return lesson
 
@@ -162,7 +163,6 @@ class ReplicaRecords:
         self._all_views = worker_view.shared.replicas[:, :count]
         self._all_models = worker_view.shared.models[:, :count]
         self.models = self._all_models[worker_view.worker]
-        self._progress = memory_of(self.models.view(np.float64))
         self.index = worker_view.index(count)
         self.routers, self.seen_routers = worker_view.routers()
         self.cells = memory_of(self.replicas.view(np.int64))

@@ -12,8 +12,8 @@ servers say how much of the prompt they had cached.
 
 The filter starts from a prior over devices, in which all coefficients scale together more readily
 than they differ. It forgets slowly, and quickly when what it sees no longer fits, so that it
-follows a server that slows down. Of the requests to a server, at most one every ``LESSON_EVERY_S``
-teaches; ``cluster.py`` calls the compiled functions.
+follows a server that slows down. Requests that follow each other closely do not all teach
+(``lesson_interval_s``). ``cluster.py`` calls the compiled functions.
 """
 
 # mypy: disallow-untyped-defs=False
@@ -58,9 +58,11 @@ SURPRISE = 3.0
 LEAST, MAX_VARIANCE = 0.01, 100.0
 #: Weight of one more equation in the moving mean of relative errors.
 ERROR_STEP = 0.02
-#: Shortest time between two requests that teach, s. At low rates every request does; at high
-#: rates, when CPU time matters, few do.
-LESSON_EVERY_S = 0.02
+#: Shortest time between two requests to a server that teach, s: of a server with few equations so
+#: far, and of one with many. At low rates nearly every request teaches; at high rates, when CPU
+#: time matters, few do.
+LESSON_EVERY_S, REVIEW_EVERY_S = 0.02, 0.25
+MANY = 1000
 
 #: What is known of a server.
 SERVER_MODEL = np.dtype(
@@ -84,21 +86,15 @@ SERVER_MODEL = np.dtype(
         ("gain", "f8", (N_FACTORS,)),
     ]
 )
-#: What a server had done by some moment.
-DONE = [
-    ("at", "f8"),  # s
-    ("output", "f8"),  # tokens streamed by all
-    ("prefilled", "f8"),
-    ("prefill_work", "f8"),
-    ("context", "f8"),  # tokens of those answering
-    ("decodes", "f8"),  # requests answering
-    ("begun", "f8"),  # uncached prompt tokens that were probably prefilled already
-    ("requests", "f8"),  # that it had
-    ("queues", "f8"),  # 1: requests waited in its queue, or may have
-]
-#: What its server had done when a request was sent and when its first token came; ``first.at`` is
-#: 0 before that.
-LESSON = np.dtype([("sent", DONE), ("first", DONE)])
+#: What a server had done by some moment: the time, s; tokens streamed by all; uncached prompt
+#: tokens and W of prompts whose first token had come; tokens of context of those answering, and how
+#: many they are; uncached prompt tokens that were probably prefilled already; requests that it had;
+#: and whether requests waited in its queue, or may have (1).
+AT, OUTPUT, PREFILLED, PREFILL_WORK, CONTEXTS, DECODES, BEGUN, REQUESTS, QUEUES = range(9)
+#: Rows of a lesson: when a request was sent, and when its first token came (zeros before that). An
+#: array of plain floats: NumPy takes ten times as long to make one with named fields.
+SENT, FIRST = range(2)
+LESSON_SHAPE = (2, QUEUES + 1)
 #: Settings of a server that say how fast it is.
 SPEED_SETTINGS = frozenset({"device", "cost", "speed"})
 
@@ -118,36 +114,42 @@ def new_models(servers: Sequence[Replica]) -> NDArray[np.void]:
     return models
 
 
+def lesson_interval_s(equations: int) -> float:
+    """Return the time until another request to a server with so many equations teaches, s."""
+    return LESSON_EVERY_S if equations < MANY else REVIEW_EVERY_S
+
+
 @jit
 def _note(done, models, replicas, r, now):
-    done["at"] = now
-    done["output"] = done["prefilled"] = done["prefill_work"] = 0.0
-    done["context"] = done["decodes"] = 0.0
+    done[AT] = now
+    done[OUTPUT] = done[PREFILLED] = done[PREFILL_WORK] = 0.0
+    done[CONTEXTS] = done[DECODES] = 0.0
     for w in range(models.shape[0]):
         replica = replicas[w, r]
         streamed = replica["context_tokens"] - replica["answering_prompts"]
-        done["output"] += replica["finished_tokens"] + streamed
-        done["prefilled"] += models[w, r]["prefilled"]
-        done["prefill_work"] += models[w, r]["prefill_work"]
-        done["context"] += replica["context_tokens"]
-        done["decodes"] += replica["in_flight"] - replica["queued"]
+        done[OUTPUT] += replica["finished_tokens"] + streamed
+        done[PREFILLED] += models[w, r]["prefilled"]
+        done[PREFILL_WORK] += models[w, r]["prefill_work"]
+        done[CONTEXTS] += replica["context_tokens"]
+        done[DECODES] += replica["in_flight"] - replica["queued"]
 
 
 @jit
 def sent(models, replicas, r, lesson, now):
     """A request leaves for replica ``r``; the ledger does not have it yet.
 
-    ``models`` [w, n] and ``replicas`` [w or more, n] REPLICA_VIEW of all workers; ``lesson`` [1].
+    ``models`` [w, n] and ``replicas`` [w or more, n] REPLICA_VIEW of all workers;
+    ``lesson`` [LESSON_SHAPE].
     """
-    done = lesson[0]["sent"]
+    done = lesson[SENT]
     _note(done, models, replicas, r, now)
     # Of the prompt that is being prefilled, about half is done.
     uncached, queued = 0.0, 0.0
     for w in range(models.shape[0]):
         uncached += replicas[w, r]["queued_uncached"]
         queued += replicas[w, r]["queued"]
-    done["begun"] = 0.5 * uncached / max(queued, 1.0)
-    done["requests"] = queued + done["decodes"]
+    done[BEGUN] = 0.5 * uncached / max(queued, 1.0)
+    done[REQUESTS] = queued + done[DECODES]
 
 
 @jit
@@ -165,11 +167,28 @@ def _queues(replicas, r):
 
 
 @jit
-def first_token(models, replicas, r, lesson, now):
-    """A request's first token has come: it is among the prefilled, in the ledger still queued."""
-    done = lesson[0]["first"]
+def _work(prompt):
+    """W of view/cost_model.py of a prompt with so many uncached and cached tokens."""
+    return prompt[0] * (prompt[1] + 0.5 * prompt[0])
+
+
+@jit
+def prefilled(model, prompt, cached):
+    """A server has read a prompt of so many tokens, of which it had some cached."""
+    uncached = float(prompt - cached)
+    model["prefilled"] += uncached
+    model["prefill_work"] += _work((uncached, float(cached)))
+
+
+@jit
+def first_token(models, replicas, r, lesson, now, prompt, cached):
+    """A request's first token has come; the ledger has it still queued, its prompt not read."""
+    done = lesson[FIRST]
     _note(done, models, replicas, r, now)
-    done["queues"] = 1.0 if _queues(replicas, r) else 0.0
+    uncached = float(prompt - cached)
+    done[PREFILLED] += uncached
+    done[PREFILL_WORK] += _work((uncached, float(cached)))
+    done[QUEUES] = 1.0 if _queues(replicas, r) else 0.0
 
 
 @jit
@@ -182,20 +201,20 @@ def ended(models, replicas, costs, me, r, lesson, now, output, believed, counted
     model, replica = models[me, r], replicas[me, r]
     if output < 2:
         return
-    if lesson[0]["first"]["at"] == 0.0:
+    if lesson[FIRST, AT] == 0.0:
         _whole(models, replicas, me, r, lesson, now, output)
         apply(model, replica, costs[r])
         return
     _first(model, replica, lesson, believed, counted)
-    before, after = lesson[0]["first"], lesson[0]["sent"]
+    before, after = lesson[FIRST], lesson[SENT]
     _note(after, models, replicas, r, now)
     iterations = output - 1.0
-    tokens = max(iterations, after["output"] - before["output"])
-    prefilled = max(0.0, after["prefilled"] - before["prefilled"])
-    work = max(0.0, after["prefill_work"] - before["prefill_work"])
-    context = 0.5 * (before["context"] + after["context"])
+    tokens = max(iterations, after[OUTPUT] - before[OUTPUT])
+    prefilled = max(0.0, after[PREFILLED] - before[PREFILLED])
+    work = max(0.0, after[PREFILL_WORK] - before[PREFILL_WORK])
+    context = 0.5 * (before[CONTEXTS] + after[CONTEXTS])
     _equation(model, replica, iterations, tokens, prefilled, context, work)
-    seconds = (now - before["at"]) * replica["speed"]
+    seconds = (now - before[AT]) * replica["speed"]
     _learn(model, seconds, now, max(ANSWER_NOISE, _scatter(model, seconds)))
     apply(model, replica, costs[r])
 
@@ -215,31 +234,25 @@ def _scatter(model, seconds):
 
 
 @jit
-def _work(prompt):
-    """W of view/cost_model.py of a prompt with so many uncached and cached tokens."""
-    return prompt[0] * (prompt[1] + 0.5 * prompt[0])
-
-
-@jit
 def _first(model, replica, lesson, believed, counted):
     """Learn from the wait for a first token."""
-    before, after = lesson[0]["sent"], lesson[0]["first"]
-    others = after["prefilled"] - before["prefilled"] - believed[0] - before["begun"]
+    before, after = lesson[SENT], lesson[FIRST]
+    others = after[PREFILLED] - before[PREFILLED] - believed[0] - before[BEGUN]
     prefilled = counted[0] + max(0.0, others)
-    output = max(0.0, after["output"] - before["output"])
-    decodes = 0.5 * (before["decodes"] + after["decodes"])
+    output = max(0.0, after[OUTPUT] - before[OUTPUT])
+    decodes = 0.5 * (before[DECODES] + after[DECODES])
     iterations = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
-    if decodes >= 1.0 and after["queues"] > 0.0:
+    if decodes >= 1.0 and after[QUEUES] > 0.0:
         # A wait for room in the batch or in memory is full of answers' iterations.
         iterations = max(iterations, output / decodes)
-    work_of_all = after["prefill_work"] - before["prefill_work"]
+    work_of_all = after[PREFILL_WORK] - before[PREFILL_WORK]
     work = _work(counted) + max(0.0, work_of_all - _work(believed))
-    context = 0.5 * (before["context"] + after["context"])
+    context = 0.5 * (before[CONTEXTS] + after[CONTEXTS])
     _equation(model, replica, iterations, output, prefilled, context, work)
-    if before["requests"] > 0.0:  # it arrived in the middle of an iteration
+    if before[REQUESTS] > 0.0:  # it arrived in the middle of an iteration
         model["row"][BASE] *= 1.0 + 0.5 / iterations
     model["row"][OVERHEAD] = OVERHEAD_S
-    _learn(model, (after["at"] - before["at"]) * replica["speed"], after["at"], FIRST_NOISE)
+    _learn(model, (after[AT] - before[AT]) * replica["speed"], after[AT], FIRST_NOISE)
 
 
 @jit
@@ -250,18 +263,18 @@ def _whole(models, replicas, me, r, lesson, now, output):
     from their predicted first token on.
     """
     model, replica = models[me, r], replicas[me, r]
-    before, after = lesson[0]["sent"], lesson[0]["first"]
+    before, after = lesson[SENT], lesson[FIRST]
     _note(after, models, replicas, r, now)
-    decodes = max(1.0, 0.5 * (before["decodes"] + 1.0 + after["decodes"]))
-    prefilled = max(0.0, after["prefilled"] - before["prefilled"])
-    work = max(0.0, after["prefill_work"] - before["prefill_work"])
+    decodes = max(1.0, 0.5 * (before[DECODES] + 1.0 + after[DECODES]))
+    prefilled = max(0.0, after[PREFILLED] - before[PREFILLED])
+    work = max(0.0, after[PREFILL_WORK] - before[PREFILL_WORK])
     own = max(1.0, np.ceil(prefilled / max(1.0, replica["token_budget"] - decodes)))
     iterations = output - 1.0 + min(own, float(output))
-    context = 0.5 * (before["context"] + after["context"]) + 0.5 * output
+    context = 0.5 * (before[CONTEXTS] + after[CONTEXTS]) + 0.5 * output
     _equation(model, replica, iterations, iterations * decodes, prefilled, context, work)
     model["row"][BASE] *= 1.0 + 0.5 / iterations
     model["row"][OVERHEAD] = OVERHEAD_S
-    _learn(model, (now - before["at"]) * replica["speed"], now, WHOLE_NOISE)
+    _learn(model, (now - before[AT]) * replica["speed"], now, WHOLE_NOISE)
 
 
 @jit

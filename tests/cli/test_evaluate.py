@@ -182,6 +182,19 @@ def test_tuned_constants_are_recorded_once(run_json, run, tmp_path):
     assert "load_aware:load_weight=" in run(*args, "--jobs", 1).stdout
 
 
+def test_what_is_tuned_about_an_order_or_a_queue_is_a_policy(run_json, tmp_path):
+    (tmp_path / "mine.toml").write_text(MINE)
+    args = ("tune", "load_aware+order", "lmetric+queue", "--scenario", "mine.toml", "--seeds", 1)
+    args = (*args, "--requests", 60, "--budget", 4, "--jobs", 1, "-o", "tuned.json")
+    found = run_json(*args)["rules"]
+    specs = [found[name]["spec"] for name in ("load_aware+order", "lmetric+queue")]
+    assert specs[0].startswith("load_aware+order:w=")
+    assert specs[1].startswith("lmetric+queue:max_in_flight=")
+    compare = ("compare", "--scenario", "mine.toml", "-p", specs[0], "-p", specs[1])
+    entries = run_json(*compare, "--seeds", 1, "--requests", 60, "--jobs", 1)["entries"]
+    assert {*specs, "least_outstanding"} == {entry["policy"] for entry in entries}
+
+
 def test_shipped_baselines_can_be_used():
     documented = Path(__file__).parents[2] / "docs" / "results" / "tuned.json"
     assert documented.read_bytes() == shipped.TUNED_FILE.read_bytes()
@@ -190,6 +203,13 @@ def test_shipped_baselines_can_be_used():
     (scenario,) = load_scenarios(["agents"])
     found = {c.label: c.role for c in baselines.baselines_of(["tuned", "learned"], scenario)}
     assert {"linear_es", "predict_greedy", "load_aware:tuned"} <= set(found)
+    assert not any("+" in label for label in found)
+    assert not any("+" in name for name in baselines.members("all"))
+    ordered = baselines.baselines_of(["ordered"], scenario)
+    assert {"tailrace+order:tuned", "linear_es+order:tuned"} <= {c.label for c in ordered}
+    specs = {c.label: c.spec for c in ordered}
+    assert specs["linear_es+order:tuned"].startswith("linear_es+order:w=")
+    assert all(c.is_candidate for c in ordered)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,8 @@ KEPT_NOTE = "Baselines may have been measured with earlier sources (--keep-basel
 )  # fmt: skip
 @option(
     "--against", multiple=True, metavar="NAME",
-    help="Baselines: all, rules, tuned, learned, look-ahead, none, or a policy; may be repeated. "
+    help="Baselines: all, rules, tuned, learned, look-ahead, ordered (with a tuned order or queue, "
+    "no part of all), none, or a policy; may be repeated. "
     "[default: all; with --all-checkpoints or --traces all but look-ahead; with --scenario the "
     "best known]",
 )  # fmt: skip

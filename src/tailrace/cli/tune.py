@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     help="Candidates tried for a rule with several constants.",
 )  # fmt: skip
 @option(
+    "--keep-tail", is_flag=True,
+    help="Take no constants that raise the P99 of the time to first token.",
+)  # fmt: skip
+@option(
     "--generations", type=click.IntRange(1, 100_000), default=100, metavar="N",
     help="Generations of candidates for linear_es.",
 )  # fmt: skip
@@ -60,17 +64,20 @@ def command(
 ) -> None:  # fmt: skip
     """Tune the parameters of baselines on tuning seeds.
 
-    NAME is a rule with constants, a policy with +order (the weight of its order), linear_es (a
-    linear score over the observation, by CMA-ES) or predict_greedy (a supervised predictor of cost;
-    needs tailrace[train]). Default: all rules with constants.
+    NAME is a rule with constants, a policy with +order (weights of its order) or +queue (limits and
+    order of its queue), linear_es (a linear score over the observation, by CMA-ES) or
+    predict_greedy (a supervised predictor of cost; needs tailrace[train]). Default: all rules with
+    constants.
     """
-    from tailrace.evaluate.search.tune import KNOBS
+    from tailrace.evaluate.search.tune import KNOBS, tunable
     from tailrace.files import check_target
     from tailrace.policy import registry, shipped
 
     for name in targets:
-        if name.endswith(registry.ORDER_SUFFIX):
-            registry.get(name)
+        base, suffix = registry.split_order(name)
+        if suffix:
+            tunable(name)
+            registry.get(base)
         elif name not in (*KNOBS, *shipped.LEARNING):
             raise unknown_name("name to tune", name, [*KNOBS, *shipped.LEARNING])
     learning = [name for name in targets if name in shipped.LEARNING]
@@ -105,7 +112,7 @@ def _traffics(
 def _tune_rules(
     targets: Sequence[str], output: Path | None, *, suite: str,
     scenario_names: Sequence[str], seed_count: int, requests: int, budget: int, jobs: int | None,
-    **_: Any,
+    keep_tail: bool, **_: Any,
 ) -> None:  # fmt: skip
     from tailrace.evaluate.judge.suite import TUNE_FROM
     from tailrace.evaluate.search.tune import TuningObjective, tune_rule
@@ -121,12 +128,13 @@ def _tune_rules(
         "scenarios": list(dict.fromkeys(t.scenario.name for t in traffics)),
         "seeds": numbers,
         "requests": requests,
+        **({"keep_tail": True} if keep_tail else {}),
     }
     found: dict[str, Tuned] = {}
     with WorkerPool(jobs) as pool, console.progress("tuning", len(targets)) as update:
         objective = TuningObjective(traffics, pool)
         for name in targets:
-            found[name] = tune_rule(name, objective, budget)
+            found[name] = tune_rule(name, objective, budget, keep_tail=keep_tail)
             update(len(found))
             if output is not None:
                 merge(output, {name: record_of(name, found[name], conditions)})

@@ -121,6 +121,93 @@ def test_one_constant_by_grid_and_several_by_cma_es():
         tune_rule("lmetrik", FakeObjective())
 
 
+class FakeQueue:
+    """The best order has w = 40, the best queue a limit of 16 in flight besides.
+
+    ``plain`` is the score without either.
+    """
+
+    def __init__(self, plain):
+        self.plain = plain
+        self.names = set()
+
+    def scores(self, make, candidates):
+        policies = [make(candidate) for candidate in candidates]
+        self.names |= {policy.name for policy in policies}
+        return np.array([self.score(policy) for policy in policies])
+
+    def score(self, policy):
+        if policy.holding is not None:
+            limit = np.log(policy.holding.max_in_flight / 16)
+            return limit**2 + np.log(max(policy.holding.order.w, 0.1) / 40) ** 2
+        return self.plain if policy.order is None else np.log(max(policy.order.w, 0.1) / 40) ** 2
+
+
+@pytest.mark.parametrize("base", ["load_aware", "linear_es"])
+def test_limits_and_order_of_a_queue_are_tuned_as_constants_are(base):
+    objective = FakeQueue(plain=9.0)
+    found = tune_rule(f"{base}+queue", objective, budget=300)
+    assert found.constants["max_in_flight"] == pytest.approx(16, rel=0.1)
+    assert found.constants["w"] == pytest.approx(40, rel=0.1)
+    assert found.method == "CMA-ES"
+    spec = tuned.record_of(f"{base}+queue", found, {})["spec"]
+    holding = registry.get(spec).holding
+    assert holding.max_in_flight == found.constants["max_in_flight"]
+    assert holding.order.w == found.constants["w"]
+    assert all(name.startswith(registry.get(base).name) for name in objective.names)
+
+
+def test_weights_of_an_order_are_tuned_as_constants_are():
+    found = tune_rule("lmetric+order", FakeQueue(plain=9.0), budget=150)
+    assert found.constants["w"] == pytest.approx(40, rel=0.1)
+    assert found.default_score == 9.0
+    assert registry.get(tuned.record_of("lmetric+order", found, {})["spec"]).order.w > 30
+
+
+@pytest.mark.parametrize("name", ["load_aware+order", "load_aware+queue"])
+def test_where_order_does_not_pay_the_tuned_policy_does_without(name):
+    found = tune_rule(name, FakeQueue(plain=-1.0), budget=20)
+    assert found.score == found.default_score == -1.0
+    policy = registry.get(tuned.record_of(name, found, {})["spec"])
+    if policy.holding is not None:
+        assert policy.holding.max_in_flight >= 1e6
+        assert policy.holding.max_queued >= 1e6
+        assert policy.holding.max_prefill_s >= 1e6
+    else:
+        assert policy.order.w == policy.order.d == 0  # order of arrival
+
+
+def test_knobs_without_effect_stay_as_they_were():
+    found = tune_rule("lmetric+order", FakeQueue(plain=9.0), budget=40)
+    assert (found.constants["most"], found.constants["d"]) == (30.0, 0.0)
+    found = tune_rule("lmetric+queue", FakeQueue(plain=9.0), budget=40)
+    assert found.constants["max_queued"] == found.constants["max_prefill_s"] == 1e6
+    assert found.constants["max_in_flight"] < 1e3
+
+
+class LongTails(FakeQueue):
+    """The more a request gives way, the longer the tail; above w = 10 it is longer than without."""
+
+    def scores_and_tails(self, make, candidates):
+        orders = [make(candidate).order for candidate in candidates]
+        tails = [1.0 if order is None else order.w / 10 for order in orders]
+        return self.scores(make, candidates), np.array(tails)
+
+
+def test_the_tail_can_be_kept():
+    objective = LongTails(plain=9.0)
+    assert tune_rule("lmetric+order", objective, budget=60).constants["w"] > 30
+    kept = tune_rule("lmetric+order", objective, budget=60, keep_tail=True)
+    assert 5 < kept.constants["w"] <= 10
+    assert kept.score == pytest.approx(np.log(kept.constants["w"] / 40) ** 2)
+    assert tune_rule("lmetric+order", LongTails(plain=0.1), budget=60, keep_tail=True).score == 0.1
+
+
+def test_a_name_to_tune_has_no_settings():
+    with pytest.raises(TailraceError, match=r"write load_aware\+queue to tune"):
+        tune_rule("load_aware+queue:max_queued=3", FakeQueue(1.0))
+
+
 @pytest.mark.compiled
 def test_the_objective_scores_by_cost_relative_to_the_reference():
     with WorkerPool(1) as pool:

@@ -81,7 +81,9 @@ def _source(spec: str) -> Path | None:
     return Path(found.origin) if found is not None and found.origin else None
 
 
-GROUPS = ("all", "rules", "tuned", "learned", "look-ahead", "none")
+#: ``ordered``: policies with a tuned order or queue. No part of ``all``: an order needs servers
+#: that serve by priority.
+GROUPS = ("all", "rules", "tuned", "learned", "ordered", "look-ahead", "none")
 #: The best rules of the shipped suites, chosen by an evaluation of all baselines: suite ->
 #: {"best_single": policy, "best_of_each": {scenario: policy}}.
 BEST_FILE = SHIPPED.parents[1] / "suites" / "best.json"
@@ -126,14 +128,19 @@ def baselines_of(names: Sequence[str], scenario: Scenario) -> list[Contender]:
 def members(group: str) -> list[str]:
     """Return the policies of a group of baselines, one of GROUPS."""
     rules = [rule.name for rule in registry.rules() if not rule.in_engine]
+    tuned = shipped.tuned_constants()
+    ordered = [name for name in tuned if registry.split_order(name)[1]]
     members = {
         "rules": rules,
-        "tuned": [f"{rule}{shipped.TUNED_SUFFIX}" for rule in shipped.tuned_constants()],
+        "tuned": [f"{name}{shipped.TUNED_SUFFIX}" for name in tuned if name not in ordered],
         "learned": [n for n in shipped.LEARNING if (shipped.FOLDER / f"{n}{SUFFIX}").is_file()],
+        "ordered": [f"{name}{shipped.TUNED_SUFFIX}" for name in ordered],
         "look-ahead": [rule.name for rule in registry.rules() if rule.in_engine],
         "none": [],
     }
-    return [n for names in members.values() for n in names] if group == "all" else members[group]
+    if group == "all":
+        return [n for name, names in members.items() if name != "ordered" for n in names]
+    return members[group]
 
 
 def subjects(names: Sequence[str], scenario: Scenario) -> list[Contender]:

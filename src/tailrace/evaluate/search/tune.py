@@ -1,4 +1,4 @@
-"""Constants of the rules, and weights of ``linear_es``, tuned on tuning seeds.
+"""Constants of the rules, orders and queues, and weights of ``linear_es``, tuned on tuning seeds.
 
 What is minimised is the score by which evaluations rank: the geometric mean over scenarios of mean
 composite cost / that of the reference rule, on the same requests. Rules with one constant are tried
@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.errors import unknown_name
+from tailrace.errors import TailraceError, unknown_name
 from tailrace.evaluate.judge.baselines import REFERENCE
 from tailrace.evaluate.measure.cells import Traffic
 from tailrace.evaluate.measure.metrics import summarise
@@ -26,6 +26,7 @@ from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.policy.learned.observation import REPLICA_FEATURES
 from tailrace.seeds import Purpose, generator, require
+from tailrace.view.holding import Holding
 from tailrace.view.ordering import Order
 
 Array = NDArray[np.float64]
@@ -102,8 +103,19 @@ KNOBS: dict[str, tuple[Knob, ...]] = {
 }
 
 
-#: Weight of an order (``RULE+order``), in s per s of prefill.
-ORDER_KNOB = Knob("w", 0.5, 200)
+#: Weights of an order (view/ordering.py): of a policy with ``+order``, and of those that wait by
+#: ``+queue``.
+ORDER_KNOBS = (Knob("w", 0.5, 200), Knob("most", 0.5, 300), Knob("d", 0, 2, linear=True))
+#: Limits and order of a queue at the router (view/holding.py), of a policy with ``+queue``.
+QUEUE_KNOBS = (
+    Knob("max_in_flight", 2, 512),
+    Knob("max_queued", 1, 128),
+    Knob("max_prefill_s", 0.02, 20),
+    *ORDER_KNOBS,
+)
+#: Where the searches begin, and what stands for no order or queue at all.
+ORDER_START, NO_ORDER = (5.0, 30.0, 0.0), (0.0, 30.0, 0.0)
+QUEUE_START, NO_QUEUE = (64.0, 8.0, 1.0, 10.0, 30.0, 0.0), (1e6, 1e6, 1e6, *NO_ORDER)
 
 
 @dataclass(frozen=True)
@@ -126,29 +138,38 @@ class CostTask:
     candidates: Array  #: [C, d]
 
 
-def costs(task: CostTask) -> Array:
-    """Return the mean composite cost of each candidate [C], s."""
+def costs_and_tails(task: CostTask) -> Array:
+    """Return mean composite cost and P99 TTFT of each candidate [C, 2], s."""
     traffic = task.traffic
     scenario = traffic.scenario
     table = requests_of(scenario, traffic.rate_rps, traffic.seed)
-    found = np.empty(len(task.candidates))
+    found = np.empty((len(task.candidates), 2))
     for k, candidate in enumerate(task.candidates):
         result = play(scenario, table, task.make(candidate), traffic.seed)
-        found[k] = summarise(result, WARMUP).cost_s
+        summary = summarise(result, WARMUP)
+        found[k] = summary.cost_s, summary.ttft_s.p99 or np.inf
     return found
 
 
 def rule_of(name: str, constants: Array) -> Policy:
     """Return a rule with its knobs set to ``constants``."""
-    values = dict(zip((knob.name for knob in KNOBS[name]), constants.tolist(), strict=True))
-    return registry.get(name, **values)
+    return registry.get(name, **_named(KNOBS[name], constants))
 
 
-def ordered_rule(name: str, weights: Array) -> Policy:
-    """Return a policy with its order's weight set; 0: as it is, without an order."""
-    base, _ = registry.split_order(name)
+def ordered_rule(base: str, weights: Array) -> Policy:
+    """Return a policy that orders by ORDER_KNOBS; NO_ORDER: as it is."""
     policy = registry.get(base)
-    return registry.with_order(policy, Order(w=float(weights[0]))) if weights[0] > 0 else policy
+    if tuple(weights) == NO_ORDER:
+        return policy
+    return registry.with_order(policy, Order.of(_named(ORDER_KNOBS, weights)))
+
+
+def queued_rule(base: str, settings: Array) -> Policy:
+    """Return a policy with a queue of QUEUE_KNOBS; NO_QUEUE: as it is."""
+    policy = registry.get(base)
+    if tuple(settings) == NO_QUEUE:
+        return policy
+    return registry.with_queue(policy, Holding.of(_named(QUEUE_KNOBS, settings)))
 
 
 def reference_rule(constants: Array) -> Policy:
@@ -172,60 +193,133 @@ class TuningObjective:
         self._reference = self._means(reference_rule, np.zeros((1, 0)))
 
     def _means(self, make: Maker, candidates: Array) -> Array:
-        """Mean cost over the seeds of each scenario [S, C]."""
+        """Mean cost and P99 TTFT over the seeds of each scenario [S, C, 2]."""
         tasks = [CostTask(traffic, make, candidates) for traffic in self._traffics]
-        return np.asarray(self._mean @ np.array(list(self._pool.map(costs, tasks))))
+        found = np.array(list(self._pool.map(costs_and_tails, tasks)))
+        return np.einsum("st,tcf->scf", self._mean, found)
 
     def scores(self, make: Maker, candidates: Array) -> Array:
         """Return the scores of candidates [C, d]; 1: as good as the reference, lower is better."""
+        return self.scores_and_tails(make, candidates)[0]
+
+    def scores_and_tails(self, make: Maker, candidates: Array) -> tuple[Array, Array]:
+        """Return the scores of candidates [C, d], and the same of their P99 TTFT."""
         relative = self._means(make, candidates) / self._reference
-        return np.asarray(np.exp(np.log(relative).mean(axis=0)))
+        both = np.exp(np.log(relative).mean(axis=0))
+        return both[:, 0], both[:, 1]
 
 
-def tune_rule(name: str, objective: TuningObjective, budget: int = BUDGET) -> Tuned:
-    """Tune the constants of a rule; those it comes with are among the candidates.
+@dataclass(frozen=True)
+class Tunable:
+    """What can be tuned about a policy."""
 
-    Of a name with ``+order`` (any policy) the order's weight w; none at all is a candidate.
+    knobs: tuple[Knob, ...]
+    make: Maker
+    default: Array  #: values [d] of the knobs it comes with: the first candidate
+    start: Array  #: values [d] where the search for several knobs begins
+
+
+def tunable(name: str) -> Tunable:
+    """Return what is tuned of a name: a rule's constants, or a policy's ``+order`` or ``+queue``.
+
+    A policy with one of these comes without it.
     """
-    if registry.split_order(name)[1]:
-        tried = np.array([0.0, *map(ORDER_KNOB.value, np.linspace(0, 1, GRID))])[:, None]
-        scores = objective.scores(partial(ordered_rule, name), tried)
-        return _best((ORDER_KNOB,), tried, scores, "grid")
+    base, suffix = registry.split_order(name)
+    if suffix == registry.ORDER_SUFFIX:
+        make = partial(ordered_rule, base)
+        return Tunable(ORDER_KNOBS, make, np.array(NO_ORDER), np.array(ORDER_START))
+    if suffix == registry.QUEUE_SUFFIX:
+        make = partial(queued_rule, base)
+        return Tunable(QUEUE_KNOBS, make, np.array(NO_QUEUE), np.array(QUEUE_START))
+    if suffix:
+        raise TailraceError(f"'{name}' has its settings already; write {base}{suffix[:6]} to tune")
     if name not in KNOBS:
         raise unknown_name("rule with constants to tune", name, KNOBS)
-    knobs = KNOBS[name]
     (rule,) = (r for r in registry.rules() if r.name == name)
-    default = np.array([rule.params[knob.name] for knob in knobs])
-    make = partial(rule_of, name)
+    default = np.array([rule.params[knob.name] for knob in KNOBS[name]])
+    return Tunable(KNOBS[name], partial(rule_of, name), default, default)
+
+
+def tune_rule(
+    name: str, objective: TuningObjective, budget: int = BUDGET, *, keep_tail: bool = False
+) -> Tuned:
+    """Tune what :func:`tunable` says; what the policy comes with is among the candidates.
+
+    ``keep_tail``: only candidates count whose P99 TTFT is not above that of the policy as it comes.
+    """
+    found = tunable(name)
+    knobs, default = found.knobs, found.default
+    trials = _Trials(objective, found.make, keep_tail)
 
     def values(shares: Array) -> Array:
         return np.array([[k.value(s) for k, s in zip(knobs, row, strict=True)] for row in shares])
 
+    trials.rank(default[None])
     if len(knobs) == 1:
-        tried = np.vstack([default, values(np.linspace(0, 1, GRID)[:, None])])
-        scores = objective.scores(make, tried)
+        trials.rank(values(np.linspace(0, 1, GRID)[:, None]))
     else:
-        start = np.array([k.share(v) for k, v in zip(knobs, default, strict=True)])
+        if not np.array_equal(default, found.start):
+            trials.rank(found.start[None])
+        start = np.array([k.share(v) for k, v in zip(knobs, found.start, strict=True)])
         search = CmaEs(start, RULE_SIGMA, generator(0, f"tune {name}"))
-        tried, scores = default[None], objective.scores(make, default[None])
-        while len(tried) < budget:
+        while len(trials.tried) < budget:
             shares = np.clip(search.ask(), 0.0, 1.0)
-            found = objective.scores(make, values(shares))
-            search.tell(shares, found)
-            tried, scores = np.vstack([tried, values(shares)]), np.append(scores, found)
-    return _best(knobs, tried, scores, "grid" if len(knobs) == 1 else "CMA-ES")
-
-
-def _best(knobs: Sequence[Knob], tried: Array, scores: Array, method: str) -> Tuned:
-    """Return the best of the candidates [C, d]; the first are the constants it comes with."""
-    best = int(np.argmin(scores))
+            search.tell(shares, trials.rank(values(shares)))
+        trials.simplify(default)
+    best = trials.best
     return Tuned(
-        dict(zip((k.name for k in knobs), tried[best].tolist(), strict=True)),
-        float(scores[best]),
-        float(scores[0]),
-        len(tried),
-        method,
+        _named(knobs, trials.tried[best]),
+        trials.scores[best],
+        trials.scores[0],
+        len(trials.tried),
+        "grid" if len(knobs) == 1 else "CMA-ES",
     )
+
+
+class _Trials:
+    """The candidates of a search; the first is the policy as it comes."""
+
+    def __init__(self, objective: TuningObjective, make: Maker, keep_tail: bool) -> None:
+        self._objective = objective
+        self._make = make
+        self._keep_tail = keep_tail
+        self.tried: list[Array] = []
+        self.scores: list[float] = []
+        self.best = 0
+        """Number of the best candidate; of equals the first."""
+        self._lowest = np.inf
+        self._tail = 0.0
+
+    def rank(self, candidates: Array) -> Array:
+        """Try candidates [C, d]; return what the search minimises [C]: the scores.
+
+        A candidate whose tail is too long ranks behind all others, the longer the further.
+        """
+        if self._keep_tail:
+            scores, tails = self._objective.scores_and_tails(self._make, candidates)
+            self._tail = self._tail or float(tails[0])
+            ranks = np.where(tails > self._tail, 1e6 * tails, scores)
+        else:
+            ranks = scores = self._objective.scores(self._make, candidates)
+        k = int(np.argmin(ranks))
+        if ranks[k] < self._lowest:
+            self.best, self._lowest = len(self.tried) + k, float(ranks[k])
+        self.tried += list(candidates)
+        self.scores += scores.tolist()
+        return np.asarray(ranks)
+
+    def simplify(self, default: Array) -> None:
+        """Put knobs of the best candidate back to ``default`` [d] where that costs nothing."""
+        for k, value in enumerate(default):
+            simpler = self.tried[self.best].copy()
+            simpler[k] = value
+            if value != self.tried[self.best][k] and self.rank(simpler[None])[0] <= self._lowest:
+                self.best = len(self.tried) - 1
+
+
+def _named(knobs: Sequence[Knob], values: Array) -> dict[str, float]:
+    """Return the values [d] of knobs by name."""
+    return dict(zip((knob.name for knob in knobs), values.tolist(), strict=True))
 
 
 #: Where the search for weights begins: by predicted time to first token, then by load.

@@ -201,9 +201,9 @@ def evaluate(
     """Measure policies against baselines on evaluation seeds, which nothing was chosen on.
 
     ``scenario`` is a scenario, several (also those of :func:`recorded`), or the name of a suite
-    (``standard``, ``holdout``); ``against`` names policies or groups (all, rules, tuned, learned,
-    look-ahead, ordered, none). The best rules are chosen on ``selection_seeds`` tuning seeds.
-    ``folder`` keeps finished cells, to go on from.
+    (``standard``, ``holdout``, ``classes``); ``against`` names policies or groups (all, rules,
+    tuned, learned, look-ahead, ordered, none). The best rules are chosen on ``selection_seeds``
+    tuning seeds. ``folder`` keeps finished cells, to go on from.
     """
     label, worlds = "custom", _worlds(scenario)
     if isinstance(scenario, str) and scenario in suite.suite_names():

@@ -9,10 +9,12 @@ from scipy import stats as scipy_stats
 from tailrace import config
 from tailrace.errors import TailraceError
 from tailrace.workload import library
+from tailrace.workload.classes import are_distinct
 from tailrace.workload.stats import gap_cv, index_of_dispersion
 from tailrace.workload.table import RequestTable
 from workload import naive
 
+CLASSED = [name for name in library.names() if library.classes_of(name)]
 each_workload = pytest.mark.parametrize("name", library.names())
 
 LEVELS = (5, 25, 50, 75, 90, 95, 99)
@@ -148,7 +150,7 @@ def test_same_seed_same_bytes(name: str) -> None:
 @each_workload
 def test_rate_is_the_rate_of_requests(name: str) -> None:
     # Rates that wander over minutes average out only in hours.
-    wanders = name in ("chat", "chat-bursty", "code-completion")
+    wanders = name in ("chat", "chat-bursty", "code-completion", *CLASSED)
     requests = 50_000 if wanders else 12_000
     spec = library.describe(name)
     for rate in (spec.default_rate_rps, 0.5 * spec.default_rate_rps):
@@ -371,3 +373,17 @@ def test_coding_agents_are_as_long_as_recordings_of_them() -> None:
     pauses = np.percentile(rows["think_s"][rows["turn"] > 0], [50, 75, 90])
     assert pauses == pytest.approx([10, 33, 110], rel=0.3)
     assert np.median(rows["output_tokens"]) == pytest.approx(216, rel=0.3)
+
+
+@pytest.mark.parametrize("name", CLASSED)
+def test_classes_have_their_shares_targets_and_clients(name: str) -> None:
+    spec, rows = library.describe(name), library.make(name, 8000, None, 3, ttft_slo_s=7.0).rows
+    assert are_distinct(spec.classes)
+    assert not (rows["ttft_slo_s"] == 7.0).any()  # targets are those of the classes
+    shares = {part.request_class: part.weight for part in spec.parts}
+    assert sum(shares.values()) == pytest.approx(1.0)
+    found = {one: one.members(rows) for one in spec.classes}
+    assert sum(found.values()).tolist() == [1] * len(rows)
+    for one, member in found.items():
+        # Bursts of code come and go over minutes.
+        assert member.mean() == pytest.approx(shares[one], abs=0.15)

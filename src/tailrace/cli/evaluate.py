@@ -29,7 +29,8 @@ KEPT_NOTE = "Baselines may have been measured with earlier sources (--keep-basel
 )  # fmt: skip
 @option(
     "--suite", metavar="NAME", shell_complete=names.suites,
-    help=f"Scenarios to run: standard, holdout, or real (recorded traffic, needs --traces). "
+    help=f"Scenarios to run: standard, holdout, classes (interactive, batch, tenants, deadlines), "
+    f"or real (recorded traffic, needs --traces). "
     f"[default: {DEFAULT_SUITE}]",
 )  # fmt: skip
 @option(

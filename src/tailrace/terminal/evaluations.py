@@ -1,6 +1,6 @@
 """Evaluations as tables for people."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 
 from rich.console import Console
@@ -19,6 +19,7 @@ from tailrace.evaluate.judge.weightings import (
     Weighting,
     placings,
 )
+from tailrace.evaluate.measure import classes
 from tailrace.evaluate.measure.contender import Role
 from tailrace.terminal.tables import UNKNOWN, Column, number, percent, print_columns
 
@@ -33,6 +34,7 @@ def print_evaluation(console: Console, found: Evaluation) -> None:
         console.print()
         _print_scenarios(console, found, found.versus_each)
         console.print()
+        _print_classes(console, found, found.versus_each)
     print_ranking(console, found)
 
 
@@ -78,6 +80,37 @@ def _print_scenarios(console: Console, found: Evaluation, each: VersusBestOfEach
         Column(("queue", "alarms"), [str(w.alarms) for w in worst], 4, label="alarms"),
     ]
     print_columns(console, columns)
+
+
+def _print_classes(console: Console, found: Evaluation, each: VersusBestOfEach) -> None:
+    """Print what each class of requests got, from the subject and from the scenario's best rule."""
+    grid = found.grid
+    subject = grid.policies.index(str(found.plan.subject))
+    rows = []
+    for row, verdict in zip(grid.cells, each.verdicts, strict=True):
+        mine, best = (
+            classes.merged([cell.classes for cell in row[policy]])
+            for policy in (subject, grid.policies.index(verdict.baseline))
+        )
+        rows += [(verdict, name, mine[name], best[name]) for name in mine]
+    if not rows:
+        return
+
+    def both(key: str, text: Callable[[float], str] = number) -> list[str]:
+        return [f"{text(getattr(a, key))} ({text(getattr(b, key))})" for _, _, a, b in rows]
+
+    columns = [
+        Column(("", "scenario"), [v.scenario for v, *_ in rows], left=True),
+        Column(("", "class"), [name for _, name, *_ in rows], left=True),
+        Column(("within", "SLO"), both("slo_attainment", lambda x: f"{100 * x:.1f}%")),
+        Column(("", "req/s"), both("requests_per_s")),
+        Column(("mean TTFT", "s"), both("ttft_mean_s"), 3),
+        Column(("worst 1 %", "TTFT, s"), both("worst_ttft_s")),
+        Column(("longest", "TTFT, s"), both("longest_ttft_s")),
+    ]
+    console.print(Text("By class; in brackets: the best rule of the scenario", style="bold"))
+    print_columns(console, columns)
+    console.print()
 
 
 def print_ranking(console: Console, found: Evaluation) -> None:

@@ -4,6 +4,7 @@ import math
 
 from tailrace.workload import fitted
 from tailrace.workload.arrivals import ArrivalProcess, GammaRenewal, Poisson
+from tailrace.workload.classes import RequestClass
 from tailrace.workload.compose import Part, WorkloadSpec, mix
 from tailrace.workload.content import (
     ContentModel,
@@ -233,6 +234,82 @@ _SIMPLE = (
     ),
 )
 
+#: Targets of requests for which nobody waits: first token, and per token, s.
+_BATCH_TARGETS = (60.0, 0.5)
+
+
+def _classed(
+    name: str,
+    description: str,
+    rate_rps: float,
+    parts: tuple[tuple[RequestClass, str, float], ...],
+) -> WorkloadSpec:
+    """Return a workload of classes, each with the traffic of a workload and its share."""
+    known = {spec.name: spec.parts[0] for spec in _SIMPLE}
+    return WorkloadSpec(
+        name,
+        description,
+        "composition of the others; classes and targets are a design choice",
+        rate_rps,
+        # A name of its own: parts of the same name would draw the same numbers.
+        tuple(
+            Part(f"{name} {c.name}", known[of].arrivals, known[of].content, share, c)
+            for c, of, share in parts
+        ),
+    )
+
+
+_CLASSED = (
+    _classed(
+        "chat-and-batch",
+        "Urgent chat (60 %) beside papers to be summarised in a batch (40 %).",
+        6.0,
+        (
+            (RequestClass("interactive", priority=1), "chat", 0.6),
+            (RequestClass("batch", 0, -1, *_BATCH_TARGETS), "summarise-long", 0.4),
+        ),
+    ),
+    _classed(
+        "agents-and-batch",
+        "Urgent agents (80 %), which need their caches, beside papers in a batch (20 %).",
+        8.0,
+        (
+            (RequestClass("interactive", priority=1), "agents", 0.8),
+            (RequestClass("batch", 0, -1, *_BATCH_TARGETS), "summarise-long", 0.2),
+        ),
+    ),
+    _classed(
+        "two-tenants",
+        "A tenant with steady chat (50 %) beside one that sends code in large bursts (50 %).",
+        6.0,
+        (
+            (RequestClass("steady", tenant=0), "chat", 0.5),
+            (RequestClass("bursty", tenant=1), "code-completion", 0.5),
+        ),
+    ),
+    _classed(
+        "deadlines",
+        "Chat due in 0.5 s (50 %), retrieval in 3 s (25 %) and papers in 15 s (25 %).",
+        6.0,
+        (
+            (RequestClass("due-0.5s", ttft_slo_s=0.5), "chat", 0.5),
+            (RequestClass("due-3s", ttft_slo_s=3.0), "rag", 0.25),
+            (RequestClass("due-15s", ttft_slo_s=15.0), "summarise-long", 0.25),
+        ),
+    ),
+    _classed(
+        "all-classes",
+        "Two tenants with urgent chat and hot conversations, retrieval due in 5 s, and a batch.",
+        7.0,
+        (
+            (RequestClass("interactive", 1, 0), "chat", 0.3),
+            (RequestClass("interactive-sessions", 1, 1), "sessions-hot", 0.3),
+            (RequestClass("due-5s", 0, 0, 5.0), "rag", 0.2),
+            (RequestClass("batch", 0, 1, *_BATCH_TARGETS), "summarise-long", 0.2),
+        ),
+    ),
+)
+
 BUILT_IN: tuple[WorkloadSpec, ...] = (
     *_SIMPLE,
     mix(
@@ -251,4 +328,5 @@ BUILT_IN: tuple[WorkloadSpec, ...] = (
         },
         _SIMPLE,
     ),
+    *_CLASSED,
 )

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tailrace.workload.arrivals import ArrivalProcess
+from tailrace.workload.classes import RequestClass
 from tailrace.workload.content import ContentModel, Documents
 from tailrace.workload.draft import Draft, finish, merge
 from tailrace.workload.lengths import Streams, pick
@@ -34,6 +35,14 @@ class Part:
     arrivals: ArrivalProcess
     content: ContentModel
     weight: float = 1.0
+    request_class: RequestClass | None = None  #: None: requests have no priority and no tenant
+
+    def draft(self, start_s: Floats, streams: Streams) -> Draft:
+        """Return the rows of starts at ``start_s`` [n], s."""
+        draft = self.content.draft(start_s, streams)
+        if self.request_class is not None:
+            self.request_class.mark(draft.rows)
+        return draft
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,11 @@ class WorkloadSpec:
     source: str
     default_rate_rps: float
     parts: tuple[Part, ...]
+
+    @property
+    def classes(self) -> tuple[RequestClass, ...]:
+        """The classes of its requests; empty: they have none."""
+        return tuple(p.request_class for p in self.parts if p.request_class is not None)
 
 
 def with_think_scale(spec: WorkloadSpec, scale: float) -> WorkloadSpec:
@@ -79,7 +93,7 @@ def mix(
     for part_name, share in shares.items():
         spec = specs[part_name]
         total = sum(p.weight for p in spec.parts)
-        parts += [Part(p.name, p.arrivals, p.content, share * p.weight / total) for p in spec.parts]
+        parts += [replace(p, weight=share * p.weight / total) for p in spec.parts]
     return WorkloadSpec(name, description, source, default_rate_rps, tuple(parts))
 
 
@@ -162,6 +176,6 @@ class _Stream:
         part = pick(self._shares, streams.rng("part").random(self._count))
         self.horizon_s = float(start_s[-1])
         self.drafts: list[Draft] = [
-            p.content.draft(start_s[part == i], Streams(self._seed, p.name))
+            p.draft(start_s[part == i], Streams(self._seed, p.name))
             for i, p in enumerate(self._parts)
         ]

@@ -21,6 +21,7 @@ from tailrace.workload.arrivals import (
     replay,
 )
 from tailrace.workload.catalogue import BUILT_IN
+from tailrace.workload.classes import RequestClass
 from tailrace.workload.compose import WorkloadSpec, compose, mix, with_think_scale
 from tailrace.workload.draft import retime
 from tailrace.workload.lengths import Streams
@@ -105,6 +106,7 @@ def make(
 
     ``rate`` is in requests per second, later turns included; None takes the workload's own.
     Another arrival process than the native one sets when single requests and conversations begin.
+    Requests of a workload with classes have the targets of their class.
     """
     spec = describe(name) if isinstance(name, str) else name
     spec = with_think_scale(spec, think_scale)
@@ -119,9 +121,15 @@ def make(
     if arrivals != NATIVE:
         process = _process(arrivals, arrival_cv, requests / rate_rps)
     table = scale_prompts(compose(spec, requests, rate_rps, seed, process), prompt_scale)
-    table.rows["ttft_slo_s"] = ttft_slo_s
-    table.rows["tpot_slo_s"] = tpot_slo_s
+    if not spec.classes:
+        table.rows["ttft_slo_s"] = ttft_slo_s
+        table.rows["tpot_slo_s"] = tpot_slo_s
     return table
+
+
+def classes_of(workload: str) -> tuple[RequestClass, ...]:
+    """Return the classes of a workload's requests; empty: it has none, or is a file."""
+    return _SPECS[workload].classes if workload in _SPECS else ()
 
 
 def from_settings(settings: config.Workload, rate: float | None, seed: int) -> RequestTable:

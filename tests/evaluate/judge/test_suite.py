@@ -1,9 +1,12 @@
 import dataclasses
+import io
 import json
+import re
 
 import numpy as np
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
 from tailrace import scenario as scenarios
 from tailrace.config import Scenario, Workload
@@ -26,6 +29,8 @@ from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.policy import shipped
 from tailrace.seeds import Purpose, purpose_of, seeds
+from tailrace.terminal.evaluations import print_evaluation
+from tailrace.workload import library
 
 pytestmark = pytest.mark.compiled
 
@@ -66,16 +71,42 @@ def found(tmp_path_factory):
 
 
 def test_suites_are_what_they_should_be():
-    assert suite_names() == ["holdout", "real", "standard"]
-    standard, holdout = load_suite("standard"), load_suite("holdout")
+    assert suite_names() == ["classes", "holdout", "real", "standard"]
+    standard, holdout, classes = map(load_suite, ("standard", "holdout", "classes"))
     assert len(standard.scenarios) >= 12
     assert not set(standard.scenarios) & set(holdout.scenarios)
-    for name in (*standard.scenarios, *holdout.scenarios):
+    assert all(library.classes_of(scenarios.load(n).workload.name) for n in classes.scenarios)
+    for name in (*standard.scenarios, *holdout.scenarios, *classes.scenarios):
         scenario = scenarios.load(name)
         assert scenario.capacity_rps is not None
         assert scenario.workload.requests >= 10_000
         assert scenario.workload.load is not None
     assert {scenarios.load(n).cluster.size for n in standard.scenarios} >= {2, 4, 8, 32}
+
+
+def test_classes_are_reported_each_by_itself(tmp_path):
+    world = Scenario(name="both", workload=Workload(name="chat-and-batch", requests=80, rate=30.0))
+    plan = make_plan(all_scenarios=(SMALL, world))
+    evaluate(plan, tmp_path / "cells", jobs=1)
+    found = evaluate(plan, tmp_path / "cells", jobs=1)  # from the files of its cells
+    results.write(found, tmp_path)
+    means = {(c.scenario, c.policy): c for c in results.read(tmp_path / results.JSON).cells}
+    assert means["small", "lmetric"].classes == {}
+    both = means["both", "lmetric"]
+    assert list(both.classes) == ["interactive", "batch"]
+    assert sum(one.requests for one in both.classes.values()) == both.requests
+    longest = max(one.longest_ttft_s for one in both.classes.values())
+    assert longest == both.longest_ttft_s
+    table = pyarrow.parquet.read_table(tmp_path / results.PARQUET).to_pylist()
+    cells_read = [results.cell_of(row) for row in table]
+    assert [c for row in found.grid.cells for group in row for c in group] == cells_read[
+        : len(NAMES) * 2 * 2
+    ]
+    screen = Console(width=200, record=True, file=io.StringIO())
+    print_evaluation(screen, found)
+    text = screen.export_text()
+    assert "By class" in text
+    assert re.search(r"both +interactive +[\d.]+% \([\d.]+%\)", text)
 
 
 def test_unknown_names_are_said_in_a_sentence():

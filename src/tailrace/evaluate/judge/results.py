@@ -24,7 +24,9 @@ from tailrace.evaluate.judge.compare import averaged
 from tailrace.evaluate.judge.statistics import Verdict, VersusBestOfEach, VersusBestSingle
 from tailrace.evaluate.judge.suite import Evaluation, Standing
 from tailrace.evaluate.judge.weightings import Placing, placings
+from tailrace.evaluate.measure import classes
 from tailrace.evaluate.measure.cells import Cell, source_digest
+from tailrace.evaluate.measure.classes import ClassFigures
 from tailrace.evaluate.measure.contender import Role
 from tailrace.evaluate.measure.metrics import Latency, Summary
 from tailrace.evaluate.measure.tail import Extremes
@@ -105,6 +107,17 @@ class RankedPolicy(_Part):
     """TTFT only, end to end only, SLO misses, goodput -> score and rank."""
 
 
+class ClassMeans(_Part):
+    """One class of requests over all seeds; see ClassFigures."""
+
+    requests: int
+    slo_attainment: float | None
+    requests_per_s: float | None
+    ttft_mean_s: float | None
+    worst_ttft_s: float | None
+    longest_ttft_s: float | None
+
+
 class CellMeans(_Part):
     """One policy in one scenario over all seeds.
 
@@ -146,6 +159,8 @@ class CellMeans(_Part):
     queue_grows: bool
     alarms: int
     """Seeds on which the queue grew without bound."""
+    classes: dict[str, ClassMeans] = {}
+    """What each class of requests got, if the workload has classes."""
 
 
 class ResultsFile(_Part):
@@ -216,6 +231,9 @@ def as_text(results: ResultsFile) -> str:
     for policy in data["policies"]:
         if not policy["other_weightings"]:
             del policy["other_weightings"]
+    for cell in data["cells"]:
+        if not cell["classes"]:
+            del cell["classes"]
     rounded = {
         name: value
         if name == "scenarios"
@@ -322,6 +340,10 @@ def _cell_means(found: Evaluation) -> list[CellMeans]:
             policy=policy,
             **flat(averaged([cell.summary for cell in cells])),
             **flat(merged_extremes(cells)),
+            classes={
+                name: ClassMeans(**dataclasses.asdict(figures))
+                for name, figures in classes.merged([cell.classes for cell in cells]).items()
+            },
         )
         for scenario, row in zip(grid.scenarios, grid.cells, strict=True)
         for policy, cells in zip(grid.policies, row, strict=True)
@@ -379,9 +401,32 @@ def table(found: Evaluation) -> pa.Table:
                 "purpose": str(purpose_of(cell.seed) or "own"),
                 **flat(cell.summary),
                 **flat(cell.extremes),
+                **_class_columns(cell),
             }
         )
-    return pa.Table.from_pylist(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return pa.table({name: [row.get(name) for row in rows] for name in names})
+
+
+#: Between the name of a class and that of its figure, in the names of columns.
+_OF_CLASS = ": "
+
+
+def _class_columns(cell: Cell) -> dict[str, Any]:
+    return {
+        f"{name}{_OF_CLASS}{key}": value
+        for name, figures in cell.classes.items()
+        for key, value in dataclasses.asdict(figures).items()
+    }
+
+
+def _classes_in(row: dict[str, Any]) -> dict[str, ClassFigures]:
+    found: dict[str, dict[str, Any]] = {}
+    for column, value in row.items():
+        name, of_class, key = column.rpartition(_OF_CLASS)
+        if of_class and value is not None:
+            found.setdefault(name, {})[key] = value
+    return {name: ClassFigures(**values) for name, values in found.items()}
 
 
 def flat(metrics: Summary | Extremes) -> dict[str, Any]:
@@ -410,7 +455,9 @@ def cell_of(row: dict[str, Any]) -> Cell:
                 values[field.name] = tuple(value) if isinstance(value, list) else value
         return kind(**values)
 
-    return Cell(row["scenario"], row["policy"], row["seed"], of(Summary), of(Extremes))
+    return Cell(
+        row["scenario"], row["policy"], row["seed"], of(Summary), of(Extremes), _classes_in(row)
+    )
 
 
 # ---- reading ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from tailrace.config import Scenario
 from tailrace.errors import TailraceError
+from tailrace.evaluate.measure.classes import ClassFigures, by_class
 from tailrace.evaluate.measure.contender import Contender, Role
 from tailrace.evaluate.measure.metrics import Summary, summarise
 from tailrace.evaluate.measure.runner import run
@@ -27,6 +28,7 @@ from tailrace.evaluate.measure.tail import Extremes, extremes
 from tailrace.files import dumps, plain, write_text
 from tailrace.parallel import WorkerPool
 from tailrace.sim.result import SimResult
+from tailrace.workload.library import classes_of
 
 #: Policies per task: they share the generated traffic, and progress stays visible.
 POLICIES_PER_TASK = 8
@@ -34,7 +36,7 @@ _PACKAGE = Path(__file__).parents[2]
 #: Sources on which metrics depend.
 _SOURCES = (
     *("view/**/*.py", "sim/**/*.py", "policy/**/*.py", "workload/**/*.py"),
-    *("evaluate/measure/metrics.py", "evaluate/measure/tail.py"),
+    *("evaluate/measure/metrics.py", "evaluate/measure/tail.py", "evaluate/measure/classes.py"),
 )
 
 
@@ -55,6 +57,9 @@ class Cell:
     seed: int
     summary: Summary
     extremes: Extremes
+    classes: dict[str, ClassFigures] = field(
+        default_factory=dict
+    )  #: by name; empty: there are none
 
 
 _CELL = TypeAdapter(Cell)
@@ -171,6 +176,7 @@ def measured(task: CellTask, contender: Contender) -> Cell:
         traffic.seed,
         summarise(result, measure.warmup_fraction),
         extremes(result, measure.warmup_fraction, measure.ttft_limit_s),
+        by_class(result, classes_of(traffic.scenario.workload.name), measure.warmup_fraction),
     )
 
 

@@ -37,9 +37,8 @@ class Extremes:
 def extremes(result: SimResult, warmup_fraction: float, ttft_limit_s: float) -> Extremes:
     """Return the extremes of a run without its first ``warmup_fraction`` of requests."""
     kept = slice(int(warmup_fraction * len(result.requests)), None)
-    arrived, answered, ended = _times(result)
+    arrived, answered, ended, (start, stop) = times_of(result, warmup_fraction)
     ttft, e2e = answered - arrived, ended - arrived
-    start, stop = np.quantile(arrived, (warmup_fraction, RUN_OUT))
     done = result.requests["status"] == FINISHED
     in_time = int(((ended > start) & (ended <= stop) & done).sum())
     edges = np.linspace(start, stop, 5)
@@ -59,11 +58,13 @@ def extremes(result: SimResult, warmup_fraction: float, ttft_limit_s: float) -> 
     )
 
 
-def _times(result: SimResult) -> tuple[Array, Array, Array]:
-    """When each request [R] arrived, was answered and ended; what never was is set to the end.
+def times_of(
+    result: SimResult, warmup_fraction: float
+) -> tuple[Array, Array, Array, tuple[float, float]]:
+    """When each request [R] arrived, was answered and ended, and when rates are measured, in s.
 
-    A turn that never arrived, because what it follows was lost, arrives at the end as well: it
-    waits for nothing.
+    What never came to pass is set to the end of the run. A turn that never arrived, because what it
+    follows was lost, arrives at the end as well: it waits for nothing.
     """
     done = result.requests
     end = max(np.fmax.reduce(done[name], initial=0.0) for name in ("finished_s", "arrived_s"))
@@ -71,7 +72,8 @@ def _times(result: SimResult) -> tuple[Array, Array, Array]:
         np.where(np.isfinite(done[name]), done[name], end)
         for name in ("arrived_s", "finished_s", "first_token_s")
     )
-    return arrived, np.minimum(first, ended), ended
+    start, stop = np.quantile(arrived, (warmup_fraction, RUN_OUT))
+    return arrived, np.minimum(first, ended), ended, (float(start), float(stop))
 
 
 def mean_present(entered: Array, left: Array, start: float, stop: float) -> float:

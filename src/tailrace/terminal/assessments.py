@@ -58,10 +58,11 @@ def _gain(found: Assessment) -> str:
     assert now is not None
     if best.policy == found.present:
         return f"No other policy does better on these requests: keep {found.present}."
+    before, after = share(now.missed.value), share(best.missed.value)
+    missed = f"instead of {before}" if before != after else "as now"
     changes = (
         f"{best.policy} would have the first token {_change(best.ttft_change)} and whole answers "
-        f"{_change(best.e2e_change)}, with {share(best.missed.value)} missed SLOs instead of "
-        f"{share(now.missed.value)}"
+        f"{_change(best.e2e_change)}, with {after} missed SLOs {missed}"
     )
     if not found.gains:
         return (
@@ -71,10 +72,12 @@ def _gain(found: Assessment) -> str:
     off = best.spare
     less = ""
     if off is not None and found.replicas > 1:
-        some = f"{off.value:.0f}" if off.value else "none"
+        between = f"({off.low:.0f} to {off.high:.0f})"
         less = (
-            f" With it you could switch off {some} of {found.replicas} replicas "
-            f"({off.low:.0f} to {off.high:.0f}) and be no worse than now."
+            f" With it you could switch off {off.value:.0f} of {found.replicas} replicas "
+            f"{between} and be no worse than now."
+            if off.value
+            else f" It has no replica to spare {between}: with fewer you would be worse off."
         )
     return f"On the same requests {changes}.{less}"
 
@@ -168,9 +171,14 @@ def _change(change: Estimate | None) -> str:
     """Say a change in words, with its interval."""
     if change is None:
         return "as now"
-    size, low, high = 100 * abs(change.value), 100 * change.low, 100 * change.high
-    word = "sooner" if change.value < 0 else "later"
-    return f"{size:.0f} % {word} ({low:+.0f} to {high:+.0f} %)"
+
+    def said(share: float) -> str:
+        return f"{100 * abs(share):.0f} % {'sooner' if share < 0 else 'later'}"
+
+    if change.low < 0 < change.high:
+        return f"about as soon ({said(change.low)} to {said(change.high)})"
+    near, far = sorted(abs(bound) for bound in (change.low, change.high))
+    return f"{said(change.value)} ({100 * near:.0f} to {100 * far:.0f} %)"
 
 
 def _time(seconds: float) -> str:

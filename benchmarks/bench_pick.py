@@ -20,9 +20,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
+import uvloop
 
 import envoy_rig
 
@@ -126,16 +127,17 @@ async def one_by_one(port: int, requests: Sequence[bytes]) -> list[float]:
 async def at_rate(port: int, requests: Sequence[bytes], rate: float) -> list[float]:
     """Send requests at a rate per second whatever the responses do; return latencies, s."""
     idle: list[Connection] = []
-    loop, found = asyncio.get_running_loop(), []
-    began = loop.time() + 0.1
+    found: list[float] = []
+    clock = time.perf_counter  # the loop's own has a resolution of a millisecond
+    began = clock() + 0.1
 
     async def send(k: int, body: bytes) -> None:
         due = began + k / rate
-        await asyncio.sleep(due - loop.time())
+        await asyncio.sleep(due - clock())
         connection = idle.pop() if idle else Connection(port)
         await connection.ask(body)
         idle.append(connection)
-        found.append(loop.time() - due)  # lateness of this program counts, for both Envoys
+        found.append(clock() - due)  # lateness of this program counts, for both Envoys
 
     await asyncio.gather(*(send(k, body) for k, body in enumerate(requests)))
     return found
@@ -152,20 +154,37 @@ def quantiles(latencies: Sequence[float]) -> dict[str, float]:
 Load = Callable[[int, Sequence[bytes]], Any]
 
 
+class Rig(NamedTuple):
+    """Two Envoys in front of the same servers, one with a picker, and all their processes."""
+
+    picked: envoy_rig.Envoy
+    plain: envoy_rig.Envoy
+    pids: dict[str, int]
+    """Of the picker, its Envoy, the servers and this program."""
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time of each process so far, s."""
+        return {name: cpu_s(pid) for name, pid in self.pids.items()}
+
+
 async def compare(
-    picked: int, plain: int, pid: int, load: Load, requests: Sequence[bytes], rounds: int
+    rig: Rig, load: Load, requests: Sequence[bytes], rounds: int, rest_s: float = 0.0
 ) -> dict[str, Any]:
-    """Send the same requests through both Envoys in turn."""
+    """Send the same requests through both Envoys in turn; ``rest_s``: pause before each."""
     with_picker: list[float] = []
     without: list[float] = []
-    used_s = 0.0
-    await load(picked, requests[:20])
-    await load(plain, requests[:20])
+    used_s = dict.fromkeys(rig.pids, 0.0)
+    took_s = 0.0
+    await load(rig.picked.port, requests[:20])
+    await load(rig.plain.port, requests[:20])
     for _ in range(rounds):
-        without += await load(plain, requests)
-        before = cpu_s(pid)
-        with_picker += await load(picked, requests)
-        used_s += cpu_s(pid) - before
+        await asyncio.sleep(rest_s)
+        without += await load(rig.plain.port, requests)
+        await asyncio.sleep(rest_s)
+        before, began = rig.cpu_s(), time.perf_counter()
+        with_picker += await load(rig.picked.port, requests)
+        took_s += time.perf_counter() - began
+        used_s = {name: used_s[name] + now - before[name] for name, now in rig.cpu_s().items()}
     a, b = quantiles(with_picker), quantiles(without)
     return {
         "requests": len(with_picker),
@@ -173,7 +192,8 @@ async def compare(
         "without": b,
         "added_p50_ms": round(a["p50_ms"] - b["p50_ms"], 3),
         "added_p95_ms": round(a["p95_ms"] - b["p95_ms"], 3),
-        "picker_cpu_ms_per_request": round(used_s * 1e3 / len(with_picker), 3),
+        "picker_cpu_ms_per_request": round(used_s["picker"] * 1e3 / len(with_picker), 3),
+        "cores_used": {name: round(used / took_s, 2) for name, used in used_s.items()},
     }
 
 
@@ -184,19 +204,20 @@ def without_picker() -> dict[str, str]:
 
 
 async def measure(
-    picker: int, pid: int, servers: Sequence[str], given: argparse.Namespace
+    picker: int, pids: dict[str, int], servers: Sequence[str], given: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure one picker."""
+    """Measure one picker at a port; ``pids``: of the picker and the servers."""
     rng = random.Random(given.seed)
     found: dict[str, Any] = {}
     with (
         envoy_rig.envoy(picker, servers) as picked,
         envoy_rig.envoy(picker, servers, edits=without_picker()) as plain,
     ):
+        rig = Rig(picked, plain, {**pids, "envoy": picked.pid, "load generator": os.getpid()})
         await asyncio.sleep(2.0)  # Envoy's first health check
         for kb in given.sizes:
             requests = bodies(kb, given.requests, rng)
-            result = await compare(picked.port, plain.port, pid, one_by_one, requests, given.rounds)
+            result = await compare(rig, one_by_one, requests, given.rounds)
             found[f"{kb} KB"] = result
             print(f"  {kb:4} KB  {_line(result)}", flush=True)
         requests = bodies(1, int(given.rate * given.seconds), rng)
@@ -204,11 +225,11 @@ async def measure(
         def paced(port: int, some: Sequence[bytes]) -> Any:
             return at_rate(port, some, given.rate)
 
-        result = await compare(picked.port, plain.port, pid, paced, requests, 1)
+        result = await compare(rig, paced, requests, given.rounds, rest_s=1.0)
         found[f"1 KB at {given.rate:g}/s"] = result
         print(f"  1 KB at {given.rate:g}/s  {_line(result)}", flush=True)
         requests = bodies(1, 30, rng, stream_tokens=100)
-        result = await compare(picked.port, plain.port, pid, one_by_one, requests, 1)
+        result = await compare(rig, one_by_one, requests, 1)
         found["1 KB, 100 tokens streamed"] = result
         print(f"  1 KB, 100 tokens streamed  {_line(result)}", flush=True)
     return found
@@ -217,7 +238,9 @@ async def measure(
 def _line(result: dict[str, Any]) -> str:
     return (
         f"added P50 {result['added_p50_ms']:.2f} ms, P95 {result['added_p95_ms']:.2f} ms, "
-        f"picker CPU {result['picker_cpu_ms_per_request']:.2f} ms/request"
+        f"with it {result['with_picker']['p50_ms']:.2f} and {result['with_picker']['p95_ms']:.2f}, "
+        f"picker CPU {result['picker_cpu_ms_per_request']:.2f} ms/request, "
+        f"cores {result['cores_used']}"
     )
 
 
@@ -290,7 +313,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     emulate = tailrace("emulate", "--speeds", ",".join(["1"] * SERVERS), "--port", "0",
                        "--time-scale", "0.001", "--json")  # fmt: skip
-    with process(*emulate, until="{") as (_, line):
+    with process(*emulate, until="{") as (emulator, line):
         urls = _urls(json.loads(line))
         servers = [url.removeprefix("http://") for url in urls]
         port = envoy_rig.free_port()
@@ -299,13 +322,15 @@ def main() -> None:
                         *(word for url in urls for word in ("-b", url)))  # fmt: skip
         with process(*pick, until="listening") as (pid, _):
             print("tailrace pick")
-            found["tailrace pick"] = asyncio.run(measure(port, pid, servers, given))
+            pids = {"picker": pid, "servers": emulator}
+            found["tailrace pick"] = uvloop.run(measure(port, pids, servers, given))
         if given.grpcio:
             port = envoy_rig.free_port()
             fixed = (sys.executable, __file__, "--fixed-picker", str(port), servers[0])
             with process(*fixed, until="listening") as (pid, _):
                 print("grpcio, fixed endpoint")
-                found["grpcio, fixed endpoint"] = asyncio.run(measure(port, pid, servers, given))
+                pids = {"picker": pid, "servers": emulator}
+                found["grpcio, fixed endpoint"] = uvloop.run(measure(port, pids, servers, given))
     if given.json:
         import platform
 

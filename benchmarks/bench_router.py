@@ -8,7 +8,8 @@ requests per second on 32 connections, ``cpu_us`` the contender's CPU time per r
 ``several`` are the same figures of several router processes that share a port. With ``--before``
 the router of an older checkout or commit is one more contender, to see what a change costs. With
 ``--keys`` our router has that many clients with keys, models and limits of every kind; the load is
-one of them and stays below its limits.
+one of them and stays below its limits. With ``--tracing`` our router is a second contender,
+``traced``, which sends spans of every request to a collector.
 All contenders take turns in short rounds, so that what else the machine does hits them alike; the
 figures are medians over the rounds. The load on 32 connections is made by wrk if it is there, else
 by a client of our own, which is slower and then may be the limit: ``client`` says which.
@@ -278,6 +279,7 @@ def main() -> None:
         "--routers", type=int, nargs="*", default=[2],
         help="also several processes of our router on one port",
     )  # fmt: skip
+    parser.add_argument("--tracing", action="store_true", help="also with a span per request")
     parser.add_argument("--router", default="", help="more options of our router")
     parser.add_argument(
         "--before", metavar="CHECKOUT",
@@ -296,6 +298,10 @@ def main() -> None:
         for routers in options.routers:
             router = made.start_router(*more, policy=options.policy, routers=routers)
             made.contenders.append(router)
+        if options.tracing:  # a server takes the spans: it answers anything
+            where = "--set", f"tracing.endpoint={made.backends[0]}"
+            traced = made.start_router(*more, *where, policy=options.policy)
+            made.contenders.append(traced._replace(name="traced"))
         if options.before is not None:
             before = checkout_of(options.before, made.folder / "before")
             for routers in [1, *options.routers]:

@@ -1,6 +1,9 @@
 """Two routers that share their state over a real store: it comes, goes, hangs and returns."""
 
 import asyncio
+import os
+import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,6 +14,8 @@ import pytest
 from router.clusters import chat
 from router.conftest import Counts, quiet_settings, serving
 from router.emulated import Emulated
+from router.processes import ask, cluster, completion
+from router.processes import until as until_true
 from router.store_server import StoreServer
 from tailrace.config import Cluster, Replica
 from tailrace.emulate.emulator import Emulator
@@ -155,6 +160,40 @@ def test_routers_that_start_before_the_store_find_it(store: StoreServer) -> None
             await known_to(b, a)
 
     run(check)
+
+
+@pytest.mark.store
+def test_workers_of_one_router_share_with_another_router(
+    store: StoreServer, tmp_path: Path
+) -> None:
+    """A router with two processes and one with a single process, over a store."""
+    store.start()
+    common = {"store__url": store.url, "routing__policy": "cache_aware"}
+    (tmp_path / "one").mkdir()
+    with cluster(tmp_path) as two, cluster(tmp_path / "one") as one:
+        two.start_emulator(3)
+        one.ports = two.ports
+        two.start_router(processes=2, **common)
+        one.start_router(**common)
+
+        def they_meet() -> bool:
+            states = [made.status()["store"] for made in (two, one)]
+            return [(s["connected"], s["members"]) for s in states] == [(True, 1), (True, 2)]
+
+        until_true("they know each other", they_meet)
+        for number, (first, second) in enumerate(((two, one), (one, two)) * 4):
+            prompt = completion(2, f"{number} words " * 400)
+            assert asyncio.run(ask(first.listen, prompt)).answered
+            time.sleep(0.5)
+            # Connections reach either process: both have to know it.
+            assert asyncio.run(ask(second.listen, prompt)).answered
+            assert second.status()["recent"][0]["cached_tokens"] > 500, number
+        workers = {worker["pid"] for worker in two.status()["workers"]}
+        os.kill(min(workers), signal.SIGKILL)
+        until_true(
+            "another worker", lambda: {w["pid"] for w in two.status()["workers"]} - workers != set()
+        )
+        until_true("they know each other again", they_meet)
 
 
 def test_a_password_does_not_belong_into_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from router.abuse import cluster_cases, fault_cases, http_attacks, sharing_cases
+from router.abuse import cluster_cases, fault_cases, http_attacks, picker_cases, sharing_cases
 from router.abuse.case import Case, Target
 from router.abuse.stage import Stage, wait_for_memory
 from router.processes import until
@@ -45,6 +45,7 @@ CASES: tuple[Case, ...] = (
     *fault_cases.CASES,
     *cluster_cases.CASES,
     *sharing_cases.CASES,
+    *picker_cases.CASES,
 )
 
 
@@ -221,6 +222,7 @@ def main() -> int:
     parser.add_argument("--size", type=float, default=1.0, help="share of each attack's full size")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--update", action="store_true", help="keep what that has of other cases")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -236,7 +238,11 @@ def main() -> int:
             print(rows[-1].line(), flush=True)
     failed = [row.case for row in rows if row.problems]
     if options.json is not None:
-        result = {"size": options.size, "seed": options.seed, "cases": [asdict(r) for r in rows]}
+        made = {row.case: asdict(row) for row in rows}
+        if options.update:
+            earlier = json.loads(options.json.read_text(encoding="utf-8"))["cases"]
+            made = {**{row["case"]: row for row in earlier}, **made}
+        result = {"size": options.size, "seed": options.seed, "cases": list(made.values())}
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     took_s = sum(row.took_s for row in rows)
     print(f"\n{len(rows)} cases in {took_s:.0f} s; failed: {', '.join(failed) or 'none'}")

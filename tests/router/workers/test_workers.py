@@ -393,3 +393,22 @@ def test_history_is_added_slot_by_slot() -> None:
     assert found["in_flight"] == [[1], [6, 3], [5]]
     assert found["waiting"] == [1, 2, 1]
     assert found["age_s"] == [9.0, 8.0, 7.0]
+
+
+def test_the_store_and_the_caches_of_all_workers_are_shown() -> None:
+    """One worker knows the members for all; the least trust of any worker counts."""
+    known = {"connected": True, "members": 3, "lost": 1, "missed": 0, "refused": 2}
+    other = {**known, "members": 0, "refused": 0}
+    found = aggregate._store([other, known])
+    assert found == {"connected": True, "members": 3, "lost": 2, "missed": 0, "refused": 2}
+    assert aggregate._store([]) is None
+
+    view: dict[str, Any] = {
+        "state": "closed", "metrics_age_s": None, "limit": None, "share_1m": None, "opened": 0,
+        "waiting": None, "running": None, "kv_used": None, "available": True, "warming": False,
+        **dict.fromkeys(("in_flight", "queued", "scrape_failures", "cached_tokens"), 0),
+    }  # fmt: skip
+    seen = [("exact", 0.0), ("stale", 2.5), ("estimated", None)]
+    views = [(1.0, {**view, "caches": trust, "event_lag_s": lag}) for trust, lag in seen]
+    merged = aggregate._replica(views)
+    assert (merged["caches"], merged["event_lag_s"]) == ("stale", 2.5)

@@ -30,7 +30,7 @@ from tailrace.router.state import kernels
 from tailrace.router.state.cluster import ClusterState
 from tailrace.view import prefix_index
 
-#: How far a replica's part of the prefix index can be trusted.
+#: How far a replica's part of the prefix index can be trusted, best first.
 TRUST_LEVELS = EXACT, ESTIMATED, STALE = ("exact", "estimated", "stale")
 
 _hash = xxhash.xxh3_64_intdigest

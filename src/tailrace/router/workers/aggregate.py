@@ -14,6 +14,7 @@ from tailrace.router.observe import prometheus
 from tailrace.router.observe.rolling_window import percentiles
 from tailrace.router.observe.status import CLIENT_FIGURES
 from tailrace.router.observe.telemetry import SHOWN_DECISIONS
+from tailrace.router.state.exact_caches import TRUST_LEVELS
 from tailrace.router.workers.peer_workers import WorkerResponse
 
 #: States of a replica, the worst first: one worker's trouble with it is worth seeing.
@@ -99,6 +100,7 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
         "canary": _shares(parts, "canary", "decisions", "share_of_decisions", decided),
         "shadow": _shares(parts, "shadow", "disagreements", "share_of_disagreements", None),
         "replicas": _replicas(parts),
+        "store": _store([p["store"] for p in parts if p["store"] is not None]),
         "recent": _recent(parts, decided),
         "workers": [
             {
@@ -161,6 +163,17 @@ def _shares(
     }
 
 
+def _store(parts: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Merge the connections to the shared store; one worker knows the members for all."""
+    if not parts:
+        return None
+    return {
+        "connected": all(p["connected"] for p in parts),
+        "members": max(p["members"] for p in parts),
+        **{key: sum(p[key] for p in parts) for key in ("lost", "missed", "refused")},
+    }
+
+
 def _replicas(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Merge the replicas; those that some workers do not know yet come last."""
     made: dict[str, list[tuple[float, dict[str, Any]]]] = {}
@@ -178,6 +191,7 @@ def _replica(seen: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
     limits = [v["limit"] for v in views]
     shared = [(pace, v["share_1m"]) for pace, v in seen if v["share_1m"] is not None]
     pace = sum(p for p, _ in shared)
+    lags = [v["event_lag_s"] for v in views if v["event_lag_s"] is not None]
     summed = ("in_flight", "queued", "scrape_failures", "cached_tokens")
     return {
         **worst,
@@ -186,6 +200,8 @@ def _replica(seen: list[tuple[float, dict[str, Any]]]) -> dict[str, Any]:
         "available": any(v["available"] for v in views),
         "opened": max(v["opened"] for v in views),
         "warming": any(v["warming"] for v in views),
+        "caches": max((v["caches"] for v in views), key=TRUST_LEVELS.index),
+        "event_lag_s": max(lags, default=None),
         "limit": None if None in limits else max(limits),
         "share_1m": sum(p * s for p, s in shared) / pace if pace else None,
     }

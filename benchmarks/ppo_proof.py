@@ -4,7 +4,7 @@
     python benchmarks/ppo_proof.py judge                      # in the simulator
     python benchmarks/ppo_proof.py judge --world vidur        # in real Vidur, from its environment
     python benchmarks/ppo_proof.py headroom
-    python benchmarks/ppo_proof.py write -o docs/results/ppo.json --plot docs/images/ppo.png
+    python benchmarks/ppo_proof.py write --plot docs/images/ppo.png --page docs/training.md
 
 Every run and every judged cell is kept in --folder and not repeated: all of it can be interrupted.
 A run's *last* policy is judged, its best checkpoint (``/best``) and the clone it started from
@@ -29,7 +29,7 @@ from tailrace.config import Scenario
 from tailrace.env.reward import RewardSettings
 from tailrace.evaluate.judge.compare import Comparison, compare, ratio_interval
 from tailrace.evaluate.search.headroom import headroom, players
-from tailrace.files import atomic_path
+from tailrace.files import atomic_path, write_text
 from tailrace.learn import settings as s
 from tailrace.learn.trainer import Trainer
 from tailrace.saturation import with_capacity
@@ -390,25 +390,81 @@ def curve(run: Path) -> dict[str, Any]:
     }
 
 
-def table(told: Mapping[str, Any], count: int) -> str:
+#: What pages call scenarios and variants.
+SHOWN_SCENARIOS = {
+    "slow-chat-95": "slow servers, 3 requests/s, 95 %",
+    "uniform-chat-80": "chat, 80 %",
+    "uniform-chat-95": "chat, 95 %",
+    "slow-chat": "slow servers, 3 requests/s, latency 9.4 s",
+    "uniform-chat-30": "chat, 30 %",
+    "mixed-speed": "mixed speeds",
+    "hot-sessions": "hot sessions",
+}
+SHOWN_VARIANTS = {
+    "ppo": "`ppo`",
+    "gae": "`ppo`, advantage `gae`",
+    "branching": "`ppo`, advantage `branching`",
+    "original reward": "`ppo`, the original's reward",
+    "modest lookahead": "branches from 4 000 labels of the look-ahead",
+    "small lookahead": "groups from 1 200 labels of the look-ahead",
+    "scratch": "`ppo-scratch`",
+}
+#: At these loads hardly anything can be won (``headroom``).
+LIGHT = ("slow-chat", "uniform-chat-30")
+KINDS = {"-clone": "clone", "-best": "best checkpoint", "": "last policy"}
+
+
+def table(told: Mapping[str, Any], world: str, count: int) -> str:
     """Markdown: cost, mean E2E, P90 and P99 TTFT in seconds, trained policies seed by seed."""
-    lines = ["| world, scenario | policy | cost, s | mean E2E, s | P90 TTFT, s | P99 TTFT, s |",
+    lines = ["| scenario | policy | cost, s | mean E2E, s | P90 TTFT, s | P99 TTFT, s |",
              "|---|---|---|---|---|---|"]  # fmt: skip
-    for world, places in told["worlds"].items():
-        for name, place in places.items():
-            entries, shown = place["policies"], {rule: [rule] for rule in BASELINES}
-            shown[f"best rule, {place['best_rule']}"] = [place["best_rule"]]
-            for variant in (v for v in VARIANTS if not v.startswith("quick")):
-                for kind, end in (("best checkpoint", "-best"), ("last", ""), ("clone", "-clone")):
-                    labels = [f"{variant}-{seed}{end}" for seed in range(count)]
-                    if found := [label for label in labels if label in entries]:
-                        shown[f"{variant}, {kind}"] = found
-            for policy, labels in shown.items():
-                cells = [
-                    " / ".join(f"{entries[label][m]:.3g}" for label in labels) for m in COMPARED
-                ]
-                lines.append(f"| {world}, {name} | {policy} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    places = told["worlds"].get(world, {})
+    for name, title in SHOWN_SCENARIOS.items():
+        if name not in places:
+            continue
+        entries, best = places[name]["policies"], places[name]["best_rule"]
+        shown = {rule.replace("_", "-"): [rule] for rule in BASELINES}
+        shown[f"best rule (`{best}`)"] = [best]
+        for variant, said in SHOWN_VARIANTS.items():
+            for end, kind in KINDS.items():
+                labels = [f"{variant}-{seed}{end}" for seed in range(count)]
+                if found := [label for label in labels if label in entries]:
+                    shown[f"{said}: {kind}"] = found
+        for row, (policy, labels) in enumerate(shown.items()):
+            cells = [" / ".join(f"{entries[one][m]:.3g}" for one in labels) for m in COMPARED]
+            lines.append(f"| {'' if row else title} | {policy} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def against_clones(told: Mapping[str, Any], count: int) -> str:
+    """Markdown: what PPO makes of clones, cost as a ratio with its interval, seed by seed."""
+    lines = ["| scenario | variant | seed | best checkpoint to its clone | to least-outstanding |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    for name, title in SHOWN_SCENARIOS.items():
+        if name in LIGHT:
+            continue
+        entries = told["worlds"]["sim"].get(name, {"policies": {}})["policies"]
+        for variant, clone in CLONE_OF.items():
+            for seed in range(count):
+                found = entries.get(f"{variant}-{seed}-best", {"against": {}})["against"]
+                if f"{clone}-{seed}-clone" in found:
+                    ratios = [found[f"{clone}-{seed}-clone"], found["least_outstanding"]]
+                    cells = ["{:.4f} ({:.4f}-{:.4f})".format(*r["cost_s"]) for r in ratios]
+                    lines.append(
+                        f"| {title} | {SHOWN_VARIANTS[variant]} | {seed} | {' | '.join(cells)} |"
+                    )
+    return "\n".join(lines) + "\n"
+
+
+def write_page(page: Path, tables: Mapping[str, str]) -> None:
+    """Put tables into a page, between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    text = page.read_text(encoding="utf-8")
+    for name, made in tables.items():
+        before, found, rest = text.partition(f"<!-- {name} -->\n")
+        if not found:
+            raise SystemExit(f"{page} has no line <!-- {name} -->")
+        text = f"{before}{found}\n{made}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
+    write_text(page, text)
 
 
 def plot(told: Mapping[str, Any], path: Path) -> None:
@@ -456,6 +512,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, default=Path("docs/results/ppo.json"))
     parser.add_argument("--onto", type=Path, help="write over these results of an earlier run")
     parser.add_argument("--plot", type=Path, help="draw the learning curves")
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
     options = parser.parse_args()
     if options.step == "train":
         for seed in range(options.seeds):
@@ -475,7 +532,11 @@ def main() -> None:
             told = onto(json.loads(options.onto.read_text()), told)
         with atomic_path(options.output) as temporary:
             temporary.write_text(json.dumps(told, indent=1) + "\n")
-        print(table(told, options.seeds))
+        tables = {f"ppo {world}": table(told, world, options.seeds) for world in told["worlds"]}
+        tables["ppo clones"] = against_clones(told, options.seeds)
+        print("\n".join(tables.values()))
+        if options.page:
+            write_page(options.page, tables)
         if options.plot:
             plot(told, options.plot)
 

@@ -165,8 +165,8 @@ def where(results: Results) -> str:
     slower = [name for name in each if each[name]["p99_ttft"] > 1.02]
     worst = max(each, key=lambda name: each[name]["p99_ttft"])
     return (
-        f"Latency cost against the best of {opponents} opponents in *each* scenario "
-        "(rules as in the [model card](docs/model-card.md#figures)): it helps most in "
+        f"Latency cost against the best of {opponents} rules in *each* scenario "
+        "([more opponents](docs/model-card.md#figures)): it helps most in "
         f"{named(order[:3])}, least in {named(order[-3:])}. What it trades: mean latency comes "
         f"first; in {len(slower)} of {len(each)} scenarios its P99 TTFT is more than 2 % above "
         f"that opponent's (at most {each[worst]['p99_ttft'] - 1:.0%}, `{worst}`).\n"
@@ -236,8 +236,8 @@ def tables() -> dict[str, str]:
         text = f"{headline(results)}\n{summary(results)}\n{hindsight(results)}"
         made[f"headline {suite}"] = f"\n{text}\n"
         made[f"scenarios {suite}"] = f"\n{scenarios(results)}\n"
-        made[f"where {suite}"] = f"\n{where(results)}\n"
     made["short routers"] = f"\n{headline(routers(), SHORT, others=False)}\n"
+    made["where routers"] = f"\n{where(routers())}\n"
     return made
 
 

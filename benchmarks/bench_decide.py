@@ -2,7 +2,9 @@
 
 Each policy decides for a stream of requests with 1 KB bodies that share a system prompt, on a busy
 cluster. ``decide`` is the decision alone, ``all`` everything the router's state costs per request:
-reading the body, arrival, decision, sending, first token and end. The look-ahead cannot run live:
+reading the body, arrival, decision, sending, first token and end. With 1 000 requests that wait at
+the router by the policy's queue, a decision is made when one ends: who goes next, and where to. An
+arrival joins those that wait. The look-ahead cannot run live:
 it and the learned policy choose in the same simulated states for comparison. Wall-clock time counts
 what else the machine does, ``cpu`` only this thread.
 """
@@ -10,6 +12,7 @@ what else the machine does, ``cpu`` only this thread.
 import argparse
 import json
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +24,11 @@ from tailrace.compiled import jit
 from tailrace.evaluate.measure.runner import simulation
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
+from tailrace.router.app import Router
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import read_request
+from tailrace.router.proxy.routed_request import RoutedRequest
+from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.attempt import Attempt
 from tailrace.router.state.cluster import ClusterState
@@ -36,6 +42,8 @@ LOOK_SCENARIOS = ("scale-8", "scale-32")
 LOOK_DECISIONS, REPEATS, EVERY, WARMUP = 150, 20, 20, 3000
 LOOK_SEED = seeds(Purpose.TUNING, 1)[0]
 IN_FLIGHT = 8  # per replica
+WAITING = 1000
+WAITING_POLICIES = ("load_aware", "tailrace")
 SYSTEM = "You are a careful assistant who answers in few words. " * 12
 
 
@@ -103,6 +111,59 @@ def live(policy: str, replicas: int, decisions: int) -> dict[str, Any]:
     }
 
 
+def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str, Any]:
+    """Measure arrivals and decisions while ``queued`` requests wait, in front of replicas."""
+    settings = ServeSettings.model_validate(
+        {
+            "backends": [{"url": f"http://h:{i + 1}"} for i in range(replicas)],
+            "routing": {"policy": f"{policy}+queue:max_in_flight={IN_FLIGHT},w=5"},
+            "admission": {"queue": 10 * queued},
+            "admin": {"listen": "off"},
+        }
+    )
+    router = Router(settings)
+    intake, running = router.intake, deque[RoutedRequest]()
+    arrive, decide = Clock(), Clock()
+
+    class Counted(RoutedRequest):
+        """A request that is sent nowhere."""
+
+        def _send(self) -> None:
+            running.append(self)
+
+    def arrival(i: int) -> None:
+        words = "what is that? " * (10 + 37 * i % 400)
+        message = {"role": "user", "content": f"Question {i}: {words}"}
+        body = orjson.dumps({"model": "m", "stream": True, "messages": [message]})
+        made = router.backends.cluster.arrive(read_request("/v1/chat/completions", {}, body))
+        request = Counted(intake.context, b"%d" % i, "chat", made)
+        arrive.call(request.start)
+
+    def end(request: RoutedRequest) -> None:
+        attempt = request.attempt
+        assert attempt is not None
+        attempt.tokens(1)
+        attempt.usage(250, 100, None)
+        request._finish("done", 200)  # which sends the next one
+
+    for i in range(queued + IN_FLIGHT * replicas):
+        arrival(i)
+    assert len(intake.queue) == queued
+    arrive = Clock()
+    for i in range(decisions):
+        before = len(running)
+        decide.call(lambda: end(running.popleft()))
+        assert len(running) == before
+        arrival(10**6 + i)
+    return {
+        "policy": policy,
+        "replicas": replicas,
+        "waiting": len(intake.queue),
+        "decide": decide.figures(),
+        "arrive": arrive.figures(),
+    }
+
+
 @jit  # type: ignore[untyped-decorator]
 def _repeated(fleet: Any, tables: Any, code: int, params: Any, times: int) -> int:
     """Choose again and again in one state: the call from Python would cost more than a choice."""
@@ -149,12 +210,27 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print figures as JSON")
     parser.add_argument("--decisions", type=int, default=3000, help="measured per policy and size")
     parser.add_argument("--replicas", type=int, nargs="*", default=SIZES)
+    parser.add_argument("--waiting", action="store_true", help="only with requests that wait")
     options = parser.parse_args()
-    results = [live(p, n, options.decisions) for n in options.replicas for p in POLICIES]
-    ratios = [against_lookahead(name, LOOK_DECISIONS) for name in LOOK_SCENARIOS]
+    queues = [
+        waiting(p, n, options.decisions, WAITING)
+        for n in options.replicas
+        for p in WAITING_POLICIES
+    ]
+    results, ratios = [], []
+    if not options.waiting:
+        results = [live(p, n, options.decisions) for n in options.replicas for p in POLICIES]
+        ratios = [against_lookahead(name, LOOK_DECISIONS) for name in LOOK_SCENARIOS]
     if options.json:
-        print(json.dumps({"live": results, "against_lookahead": ratios}, indent=1))
+        found = {"live": results, "waiting": queues, "against_lookahead": ratios}
+        print(json.dumps({part: rows for part, rows in found.items() if rows}, indent=1))
         return
+    for r in queues:
+        d, a = r["decide"], r["arrive"]
+        print(f"{r['policy']}, {r['replicas']} replicas, {r['waiting']} waiting: "
+              f"the next one P50 {d['wall_p50_us']:.0f} us, P99 {d['wall_p99_us']:.0f} us (CPU "
+              f"{d['cpu_p99_us']:.0f}); an arrival {a['wall_p50_us']:.0f}, "
+              f"{a['wall_p99_us']:.0f} us (CPU {a['cpu_p99_us']:.0f})")  # fmt: skip
     print(f"{'policy':24}{'replicas':>9}{'decide, us: wall p50':>22}{'p99':>8}{'cpu p50':>9}"
           f"{'p99':>8}{'all p50':>9}{'p99':>8}")  # fmt: skip
     for r in results:

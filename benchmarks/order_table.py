@@ -1,17 +1,18 @@
 """What order and a queue at the router are worth: ``python benchmarks/order_table.py``.
 
-Every rule places alone, with a tuned order at the servers (``+order``), with a tuned queue at the
-router (``+queue``), and with both, on scenarios where targets are missed. Weights and limits are
-tuned for each rule on tuning seeds, over all scenarios at once; the table is made on evaluation
-seeds. Beside them the queues of routers in use. Runs are kept in ``--folder``, so that an
-interrupted table goes on where it stopped.
+Every rule places alone and with its tuned order at the servers (``+order:tuned``, found by
+``tailrace tune`` on tuning seeds of the suite `standard`); some also with an order that was tuned
+without raising P99 (``--kept FILE``, by ``tailrace tune --keep-tail``), with a tuned queue at the
+router (``+queue:tuned``), and with both. Beside them the queues of routers in use. The table is
+made on evaluation seeds: the suite `standard` and coding agents, and the goals of docs/order.md.
+Runs are kept in ``--folder``, so that an interrupted table goes on where it stopped.
 """
 
 import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +20,23 @@ import numpy as np
 
 from tailrace import scenario as scenarios
 from tailrace.config import Cluster, Replica, Scenario, Workload
+from tailrace.evaluate.judge.baselines import fingerprint
+from tailrace.evaluate.judge.suite import load_suite
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.evaluate.measure.runner import run
 from tailrace.evaluate.measure.tail import extremes
 from tailrace.files import atomic_path
+from tailrace.policy import shipped
 from tailrace.saturation import resolve_rate
 from tailrace.seeds import Purpose, seeds
 
-RULES = (
-    *("tailrace", "linear_es", "load_aware", "lmetric", "least_pending_uncached"),
-    *("tolerant_sticky", "llm_d_sticky"),
-)
-STANDARD = (
-    *("bursty-code", "overload-recovery", "uniform-chat-95", "mixed-lengths"),
-    *("hot-sessions-overload", "agents"),
-)
+SUBJECT = "tailrace"
 #: Coding agents on eight replicas, prompts an eighth as long: most of the load is uncached prefill.
 CODING = Scenario(
     name="coding-agents",
     cluster=Cluster(replicas=(Replica(count=8),)),
     workload=Workload(name="coding-agents", prompt_scale=0.125, rate=12.0),
 )
-WEIGHTS = (3, 10, 30, 100)
-LIMITS = (
-    *("max_in_flight=8", "max_in_flight=32", "max_queued=1", "max_queued=4"),
-    *("max_prefill_s=0.1", "max_prefill_s=0.5"),
-)
-#: Orders of those that wait, tried with the best limit; the limits are tried with the first.
-ORDERS = ("w=10", "order=fcfs", "w=100")
 #: Queues of routers in use, each with the rule it comes with.
 RIVALS = {
     "Dynamo, fcfs": "dynamo+queue:max_prefill_s=0.5",
@@ -56,8 +46,17 @@ RIVALS = {
     "SkyLB selective pushing": "load_aware+queue:max_queued=1",
     "max_in_flight, fcfs": "load_aware+queue:max_in_flight=32",
 }
+#: Forms of a rule: alone, tuned order, order tuned without raising P99, tuned queue, both.
+FORMS = ("plain", "order", "kept", "queue", "both")
+#: Order and queue count where the best rule alone misses more of its targets than this.
+MISSES = 0.02
 FIGURES = ("cost_s", "missed", "ttft_p99_s", "longest_ttft_s", "requests_per_s", "hit_rate")
 WARMUP = 0.1
+
+#: Scenario -> policy -> figure.
+Rows = Mapping[str, Mapping[str, Mapping[str, float]]]
+#: Rule -> form -> policy.
+Forms = Mapping[str, Mapping[str, str]]
 
 
 class Runs:
@@ -68,15 +67,17 @@ class Runs:
         self._path = folder / f"runs-{requests}.jsonl"
         self._requests = requests
         self._known: dict[str, list[float]] = {}
+        self._digests: dict[str, str] = {}
         if self._path.is_file():
             self._known = dict(json.loads(line) for line in self._path.read_text().splitlines())
 
     def figures(self, scenario: Scenario, policy: str, seed: int) -> list[float]:
         """Return the FIGURES of a policy on one seed of a scenario."""
-        key = f"{scenario.name} {policy} {seed}"
+        if policy not in self._digests:
+            self._digests[policy] = fingerprint(policy, scenario)
+        key = f"{scenario.name} {policy} {self._digests[policy]} {seed}"
         if key not in self._known:
-            workload = scenario.workload.model_copy(update={"requests": self._requests})
-            sized = scenario.model_copy(update={"workload": workload})
+            sized = scenario.with_workload(requests=self._requests)
             result = run(sized, policy, resolve_rate(sized), seed)
             summary = summarise(result, WARMUP)
             self._known[key] = [
@@ -106,51 +107,30 @@ class Runs:
         return row
 
 
-def best_of(runs: Runs, worlds: Sequence[Scenario], policies: Sequence[str], count: int) -> str:
-    """Return the policy of least cost, as the geometric mean over scenarios, on tuning seeds."""
-    of = seeds(Purpose.TUNING, count)
-    runs.make(worlds, policies, of)
-
-    def score(policy: str) -> float:
-        logs = [math.log(runs.means(world, policy, of)["cost_s"]) for world in worlds]
-        return sum(logs) / len(logs)
-
-    return min(policies, key=score)
-
-
-def ordered(rule: str) -> list[str]:
-    """Return a rule with the orders that are tried."""
-    return [f"{rule}+order:w={w}" for w in WEIGHTS]
-
-
-def limited(rule: str) -> list[str]:
-    """Return a rule with the limits that are tried."""
-    return [f"{rule}+queue:{limit},{ORDERS[0]}" for limit in LIMITS]
-
-
-def tuned(runs: Runs, worlds: Sequence[Scenario], count: int) -> dict[str, dict[str, str]]:
-    """Return every rule in its four forms."""
-    of = seeds(Purpose.TUNING, count)
-    runs.make(worlds, [p for rule in RULES for p in (*ordered(rule), *limited(rule))], of)
-    queues = {}
-    for rule in RULES:
-        base = best_of(runs, worlds, limited(rule), count).removesuffix("," + ORDERS[0])
-        queues[rule] = [f"{base},{how}" for how in ORDERS]
-    runs.make(worlds, [p for tried in queues.values() for p in tried], of)
+def forms_of(kept: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """Return every rule whose order was tuned in its forms; ``kept``: records of ``tune``."""
+    tuned = {rule: shipped.spec_of(rule, c) for rule, c in shipped.tuned_constants().items()}
     forms = {}
-    for rule in RULES:
-        order = best_of(runs, worlds, ordered(rule), count)
-        queue = best_of(runs, worlds, queues[rule], count)
-        both = order + queue.removeprefix(rule)
-        forms[rule] = {"plain": rule, "order": order, "queue": queue, "both": both}
+    for name, order in tuned.items():
+        rule, ordered, _ = name.partition("+order")
+        if not ordered:
+            continue
+        forms[rule] = {"plain": rule, "order": order}
+        if name in kept:
+            forms[rule]["kept"] = kept[name]["spec"]
+        queue = tuned.get(f"{rule}+queue")
+        if queue is not None:
+            forms[rule] |= {"queue": queue, "both": order + queue.removeprefix(rule)}
     return forms
 
 
-def tables(folder: Path, requests: int, count: int, tuning: int) -> Iterator[dict[str, Any]]:
-    """Tune, then measure everything; a table after each evaluation seed, over those so far."""
+def tables(
+    folder: Path, requests: int, count: int, kept: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Measure everything; a table after each evaluation seed, over those so far."""
     runs = Runs(folder, requests)
-    worlds = [*(scenarios.load(name) for name in STANDARD), CODING]
-    forms = tuned(runs, worlds, tuning)
+    worlds = [*(scenarios.load(name) for name in load_suite("standard").scenarios), CODING]
+    forms = forms_of(kept)
     policies = [p for form in forms.values() for p in form.values()] + list(RIVALS.values())
     for k in range(1, count + 1):
         of = seeds(Purpose.EVALUATION, k)
@@ -162,117 +142,199 @@ def tables(folder: Path, requests: int, count: int, tuning: int) -> Iterator[dic
         yield {
             "requests": requests,
             "evaluation_seeds": of,
-            "tuning_seeds": seeds(Purpose.TUNING, tuning),
             "forms": forms,
             "rivals": RIVALS,
             "scenarios": rows,
-            "summary": summary_of(forms, RIVALS, rows),
+            "summary": summary_of(forms, rows),
         }
 
 
-def summary_of(
-    forms: dict[str, dict[str, str]],
-    rivals: dict[str, str],
-    rows: dict[str, dict[str, dict[str, float]]],
-) -> dict[str, Any]:
-    """Compare with the best single rule without order or queue, and with tuned order."""
+def best_of(rows: Rows, policies: Sequence[str]) -> str:
+    """Return the policy of least cost, as the geometric mean over scenarios."""
+    return min(policies, key=lambda p: sum(math.log(r[p]["cost_s"]) for r in rows.values()))
 
-    def score(policy: str) -> float:
-        return math.exp(float(np.mean([math.log(r[policy]["cost_s"]) for r in rows.values()])))
 
-    best = {
-        kind: min((form[kind] for form in forms.values()), key=score)
-        for kind in ("plain", "order", "queue", "both")
-    }
+def against(rows: Rows, policy: str, other: str) -> dict[str, float]:
+    """Return ratios of a policy's figures to another's: means over scenarios, and the worst."""
+    pairs = [(r[policy], r[other]) for r in rows.values()]
 
-    def against(policy: str, other: str) -> dict[str, float]:
-        def mean(name: str) -> float:
-            logs = [math.log(max(r[policy][name], 1e-9) / r[other][name]) for r in rows.values()]
-            return math.exp(sum(logs) / len(logs))
+    def ratios(name: str) -> list[float]:
+        return [max(mine[name], 1e-9) / max(theirs[name], 1e-9) for mine, theirs in pairs]
 
-        missed = [sum(r[p]["missed"] for r in rows.values()) for p in (policy, other)]
-        return {
-            "cost": mean("cost_s"),
-            "missed": missed[0] / missed[1],
-            "ttft_p99": mean("ttft_p99_s"),
-            "longest_ttft": max(
-                r[policy]["longest_ttft_s"] / r[other]["longest_ttft_s"] for r in rows.values()
-            ),
-            "throughput_least": min(
-                r[policy]["requests_per_s"] / r[other]["requests_per_s"] for r in rows.values()
-            ),
-        }
+    def mean(name: str) -> float:
+        return math.exp(sum(math.log(x) for x in ratios(name)) / len(pairs))
 
-    hindsight = {
-        kind: math.exp(
-            float(
-                np.mean(
-                    [
-                        math.log(min(r[form[kind]]["cost_s"] for form in forms.values()))
-                        for r in rows.values()
-                    ]
-                )
-            )
-        )
-        / score(best["plain"])
-        for kind in best
-    }
+    missed = [sum(r["missed"] for r in side) for side in zip(*pairs, strict=True)]
     return {
-        "best": best,
-        "against_best_plain": {
-            policy: against(policy, best["plain"])
-            for policy in [*(p for f in forms.values() for p in f.values()), *rivals.values()]
-        },
-        "order_gain": {rule: against(form["order"], form["plain"]) for rule, form in forms.items()},
-        "queue_gain": {rule: against(form["queue"], form["plain"]) for rule, form in forms.items()},
-        "holding_over_order": {
-            rule: against(form["both"], form["order"]) for rule, form in forms.items()
-        },
-        "queue_over_order": {
-            rule: against(form["queue"], form["order"]) for rule, form in forms.items()
-        },
-        "hindsight_cost_against_best_plain": hindsight,
+        "cost": mean("cost_s"),
+        "cost_worst": max(ratios("cost_s")),
+        "cost_lower_share": sum(x < 1 for x in ratios("cost_s")) / len(pairs),
+        "missed": missed[0] / max(missed[1], 1e-9),
+        "ttft_p99": mean("ttft_p99_s"),
+        "longest_ttft_worst": max(ratios("longest_ttft_s")),
+        "throughput_least": min(ratios("requests_per_s")),
     }
+
+
+def hindsight(rows: Rows, policies: Sequence[str], other: str) -> float:
+    """Return the cost of the best policy of each scenario, relative to that of one policy."""
+    logs = [
+        math.log(min(r[p]["cost_s"] for p in policies) / r[other]["cost_s"]) for r in rows.values()
+    ]
+    return math.exp(sum(logs) / len(logs))
+
+
+def summary_of(forms: Forms, rows: Rows) -> dict[str, Any]:
+    """Compare with the best single rule alone and with tuned order; check the goals."""
+    by_form = {kind: [f[kind] for f in forms.values() if kind in f] for kind in FORMS}
+    # The best baselines are rules other than the subject.
+    others = {
+        kind: [f[kind] for rule, f in forms.items() if kind in f and rule != SUBJECT]
+        for kind in FORMS
+    }
+    best = {kind: best_of(rows, policies) for kind, policies in others.items() if policies}
+    plain = best["plain"]
+    hard = {name: r for name, r in rows.items() if r[plain]["missed"] > MISSES}
+    easy = {name: r for name, r in rows.items() if name not in hard}
+    ordered = [p for kind in ("plain", "order", "kept") for p in by_form[kind]]
+    everything = [p for policies in by_form.values() for p in policies]
+
+    def gains(kind: str, over: str) -> dict[str, dict[str, float]]:
+        return {
+            rule: against(rows, form[kind], form[over])
+            for rule, form in forms.items()
+            if kind in form and over in form
+        }
+
+    subject = forms[SUBJECT]
+    return {
+        "best_rule": best,
+        "missing_targets": list(hard),
+        "subject": {
+            kind: {
+                "missing_targets": against(hard, policy, plain),
+                "elsewhere": against(easy, policy, plain),
+                "with_tuned_order": against(rows, policy, best["order"]),
+            }
+            for kind, policy in subject.items()
+        },
+        "goals": {kind: goals(hard, easy, rows, p, best) for kind, p in subject.items()},
+        "order_gain": gains("order", "plain"),
+        "kept_gain": gains("kept", "plain"),
+        "queue_gain": gains("queue", "plain"),
+        "holding_over_order": gains("both", "order"),
+        "rivals": {p: against(rows, p, plain) for p in RIVALS.values()},
+        "hindsight": {
+            "missing_targets": {
+                "placing": hindsight(hard, by_form["plain"], plain),
+                "placing and order": hindsight(hard, ordered, plain),
+                "with queues": hindsight(hard, everything, plain),
+            },
+            "all": {
+                "placing": hindsight(rows, by_form["plain"], plain),
+                "placing and order": hindsight(rows, ordered, plain),
+                "with queues": hindsight(rows, everything, plain),
+            },
+        },
+    }
+
+
+def goals(
+    hard: Rows, easy: Rows, rows: Rows, policy: str, best: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return what was aimed at, what came out, and whether it holds."""
+    plain, order = best["plain"], best["order"]
+    at_most: Callable[[float, float], bool] = lambda x, limit: x <= limit  # noqa: E731
+    at_least: Callable[[float, float], bool] = lambda x, limit: x >= limit  # noqa: E731
+    tight, light, both = (
+        against(hard, policy, plain),
+        against(easy, policy, plain),
+        against(rows, policy, order),
+    )
+    whole = against(rows, policy, plain)
+    wanted = (
+        ("cost where targets are missed", tight["cost"], at_most, 0.85),
+        ("missed targets there", tight["missed"], at_most, 0.8),
+        ("P99 TTFT there", tight["ttft_p99"], at_most, 1.0),
+        ("cost elsewhere, worst scenario", light["cost_worst"], at_most, 1.01),
+        ("throughput, worst scenario", whole["throughput_least"], at_least, 0.995),
+        ("longest TTFT, worst scenario", whole["longest_ttft_worst"], at_most, 2.0),
+        ("cost against tuned order", both["cost"], at_most, 0.98),
+        ("share of scenarios with lower cost", both["cost_lower_share"], at_least, 0.75),
+        ("cost against tuned order, worst scenario", both["cost_worst"], at_most, 1.02),
+    )
+    return [
+        {"goal": name, "limit": limit, "at_least": holds is at_least, "found": found,
+         "holds": holds(found, limit)}
+        for name, found, holds, limit in wanted
+    ]  # fmt: skip
 
 
 def markdown(found: dict[str, Any]) -> str:
     """Return the tables of docs/order.md."""
-    summary, rows = found["summary"], found["scenarios"]
+    summary, rows, forms = found["summary"], found["scenarios"], found["forms"]
     lines = [
-        "| placed by | order | queue | cost: order / alone | queue / alone | both / order |",
-        "|---|---|---|---|---|---|",
+        "| placed by | order | cost | P99 TTFT | keeping P99 | cost | P99 TTFT | queue | both |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for rule, form in found["forms"].items():
-        gains = (
-            summary[k][rule]["cost"] for k in ("order_gain", "queue_gain", "holding_over_order")
+
+    def figure(part: str, rule: str, name: str) -> str:
+        known = summary[part].get(rule)
+        return "" if known is None else f"{known[name]:.3f}"
+
+    for rule, form in forms.items():
+        weights = [form.get(kind, "").partition("+order:")[2] for kind in ("order", "kept")]
+        texts = [f"`{w}`" if w else "" for w in weights]
+        lines.append(
+            f"| `{rule}` | {texts[0]} | {figure('order_gain', rule, 'cost')} | "
+            f"{figure('order_gain', rule, 'ttft_p99')} | {texts[1]} | "
+            f"{figure('kept_gain', rule, 'cost')} | {figure('kept_gain', rule, 'ttft_p99')} | "
+            f"{figure('queue_gain', rule, 'cost')} | "
+            f"{figure('holding_over_order', rule, 'cost')} |"
         )
-        order, queue = form["order"].partition("+order:")[2], form["queue"].partition("+queue:")[2]
-        shown = " | ".join(f"{gain:.3f}" for gain in gains)
-        lines.append(f"| `{rule}` | `{order}` | `{queue}` | {shown} |")
-    best = summary["best"]
     lines += [
         "",
-        "| against `" + best["plain"] + "` alone | cost | missed targets | P99 TTFT | "
-        "longest TTFT, worst | throughput, least |",
+        "| queue of | rule and limits | cost | missed targets | P99 TTFT | throughput, least |",
         "|---|---|---|---|---|---|",
     ]
-    shown_policies = {best[k]: best[k] for k in ("order", "queue", "both")}
-    shown_policies |= {policy: f"{policy} ({name})" for name, policy in found["rivals"].items()}
-    for policy, label in shown_policies.items():
-        r = summary["against_best_plain"][policy]
-        figures = (r[k] for k in ("cost", "missed", "ttft_p99", "longest_ttft", "throughput_least"))
-        lines.append(f"| `{label}` | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
+    for name, policy in found["rivals"].items():
+        r = summary["rivals"][policy]
+        lines.append(
+            f"| {name} | `{policy}` | {r['cost']:.3f} | {r['missed']:.3f} | {r['ttft_p99']:.3f} | "
+            f"{r['throughput_least']:.3f} |"
+        )
+    kinds = [kind for kind in ("plain", "order", "kept") if kind in forms[SUBJECT]]
+    titles = {"plain": "placing alone", "order": "tuned order", "kept": "order that keeps P99"}
+    lines += ["", "| goal | limit | " + " | ".join(titles[k] for k in kinds) + " |"]
+    lines.append("|---" * (2 + len(kinds)) + "|")
+    for k, goal in enumerate(summary["goals"]["plain"]):
+        sign = "at least" if goal["at_least"] else "at most"
+        cells = []
+        for kind in kinds:
+            mine = summary["goals"][kind][k]
+            text = f"{mine['found']:.3f}"
+            cells.append(f"**{text}**" if mine["holds"] else text)
+        lines.append(f"| {goal['goal']} | {sign} {goal['limit']:g} | " + " | ".join(cells) + " |")
+    lines += [
+        "",
+        "| best in hindsight, per scenario | where targets are missed | all scenarios |",
+        "|---|---|---|",
+    ]
+    tight, whole = (summary["hindsight"][part] for part in ("missing_targets", "all"))
+    lines += [f"| {name} | {tight[name]:.3f} | {whole[name]:.3f} |" for name in tight]
     lines += [
         "",
         "| scenario | policy | cost, s | missed | P99 TTFT, s | longest, s | requests/s | hits |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    best = summary["best_rule"]
+    shown = [best["plain"], best["order"], *(forms[SUBJECT][kind] for kind in kinds)]
     for scenario, by_policy in rows.items():
-        for kind in best:
-            policy = best[kind]
+        for policy in dict.fromkeys(shown):
             r = by_policy[policy]
+            mark = "*" if scenario in summary["missing_targets"] else ""
             lines.append(
-                f"| {scenario} | `{policy}` | {r['cost_s']:.3f} | {r['missed']:.1%} | "
+                f"| {scenario}{mark} | `{policy}` | {r['cost_s']:.3f} | {r['missed']:.1%} | "
                 f"{r['ttft_p99_s']:.2f} | {r['longest_ttft_s']:.1f} | {r['requests_per_s']:.2f} | "
                 f"{r['hit_rate']:.1%} |"
             )
@@ -283,13 +345,14 @@ def main() -> None:
     """Make the table and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("runs/order"), help="keep runs there")
+    parser.add_argument("--kept", type=Path, help="orders by `tailrace tune --keep-tail -o FILE`")
     parser.add_argument("--requests", type=int, default=4000, help="of each run")
-    parser.add_argument("--seeds", type=int, default=4, help="evaluation seeds")
-    parser.add_argument("--tuning", type=int, default=2, help="tuning seeds")
+    parser.add_argument("--seeds", type=int, default=5, help="evaluation seeds")
     parser.add_argument("--markdown", action="store_true", help="print tables instead of JSON")
     parser.add_argument("-o", "--out", type=Path, help="write it to a file too")
     options = parser.parse_args()
-    for found in tables(options.folder, options.requests, options.seeds, options.tuning):
+    kept = json.loads(options.kept.read_text())["rules"] if options.kept else {}
+    for found in tables(options.folder, options.requests, options.seeds, kept):
         if options.out:
             with atomic_path(options.out) as path:
                 path.write_text(json.dumps(found, indent=1) + "\n")

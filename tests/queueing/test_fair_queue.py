@@ -188,3 +188,49 @@ def test_nothing_is_lost_and_nothing_comes_twice(
         assert len(queue) == len(waiting)
         assert [q.item for q in queue] == waiting
     assert sorted(map(id, served(queue))) == sorted(map(id, waiting))
+
+
+def test_an_overdue_item_of_a_blocked_lane_does_not_hold_up_others() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    first, second, third = (
+        Item("a", lane=lane, since=since).push(queue)
+        for lane, since in (("x", 0), ("y", 1), ("y", 5))
+    )
+    assert queue.pop_overdue(10, 20) is None
+    overdue = queue.pop_overdue(10, 8, {"x"})
+    assert overdue is not None
+    assert overdue.item is second
+    assert (overdue.overtook, overdue.why) == (1, "room")
+    assert queue.pop_overdue(10, 8, {"x"}) is None
+    assert served(queue) == [first, third]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(["push", "pop", "remove", "put back"]), st.integers(0, 9)))
+)
+def test_who_was_overtaken_by_how_many(steps: list[tuple[str, int]]) -> None:
+    queue: FairQueue[Item] = FairQueue()
+    waiting: list[Item] = []  # in the order of arrival
+    overtaken: Counter[Item] = Counter()
+    for step, n in steps:
+        if step == "push":
+            waiting.append(Item("ab"[n % 2], 1 + n, key=n, priority=n % 3).push(queue))
+        elif step == "remove" and waiting:
+            assert queue.remove(waiting.pop(n % len(waiting)))
+        elif step in ("pop", "put back"):
+            queued = queue.pop()
+            if queued is None:
+                continue
+            place = waiting.index(queued.item)
+            assert queued.overtook == place
+            assert bool(queued.why) == (place > 0)
+            assert queued.overtaken == overtaken[queued.item]
+            if step == "put back":
+                queue.put_back(queued)
+                continue
+            overtaken.update(waiting[:place])
+            waiting.pop(place)
+            queue.serve(queued.flow, queued.weight, queued.cost)
+        for queued in queue:
+            assert queue.overtaken(queued) == overtaken[queued.item]

@@ -11,8 +11,10 @@ from typing import Protocol
 
 import numpy as np
 
+from tailrace.queueing.fair_queue import QueuedItem
 from tailrace.router.access.keyring import Client
 from tailrace.router.proxy import response_headers
+from tailrace.router.proxy.admission import Waiting
 from tailrace.router.proxy.backends import Backend
 from tailrace.router.proxy.context import RequestContext
 from tailrace.router.proxy.response_scan import NoScanner, ReplyScanner, Scanner, StreamScanner
@@ -95,7 +97,7 @@ class Pick(RoutedRequest):
             return
         super()._wait()
 
-    def admitted(self, overtook: int = 0) -> bool:
+    def admitted(self, queued: QueuedItem[Waiting] | None = None, *, overdue: bool = False) -> bool:
         """Pick a backend; False: none has room."""
         if self.arrival is None:
             # Not routed by content: any backend of the subset with the fewest requests.
@@ -110,7 +112,7 @@ class Pick(RoutedRequest):
                 self.trace.attempt()
             self._send()
             return True
-        return super().admitted(overtook)
+        return super().admitted(queued, overdue=overdue)
 
     def _send(self) -> None:
         self.stage = SENT

@@ -13,7 +13,7 @@ The algorithm knows neither clocks nor sockets. Costs are tokens; they may be co
 the length of an answer is known.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -22,6 +22,11 @@ T = TypeVar("T")
 Lane = Hashable
 #: Idle flows that are remembered.
 _MANY_FLOWS = 256
+#: Items that left without being served and are remembered before a clean-up.
+_MANY_GONE = 1024
+#: Why an item goes before an earlier one: there is room for it only (another lane), it is more
+#: urgent, its flow has been served less, or its key is lower.
+OTHER_LANE, URGENCY, FAIR_SHARE, ORDER = OVERTAKES = ("room", "priority", "fair_share", "order")
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +49,10 @@ class QueuedItem(Generic[T]):
     """Position in the order of arrival."""
     overtook: int = 0
     """Earlier ones that still waited when it was taken out."""
+    why: str = ""
+    """Why it went before the earliest of these, one of OVERTAKES; empty: it overtook none."""
+    overtaken: int = 0
+    """Later ones that were served before it."""
 
 
 class FairQueue(Generic[T]):
@@ -60,6 +69,7 @@ class FairQueue(Generic[T]):
         self._served: dict[str, float] = {}  # tokens per weight, by flow
         self._now = 0.0  # virtual time: what the flow served last had been served before
         self._next = 0
+        self._gone: list[int] = []  # numbers that left without being served, ascending
 
     def __len__(self) -> int:
         return len(self.items)
@@ -111,19 +121,44 @@ class FairQueue(Generic[T]):
                     best = turn
         if best is None:
             return None
-        queued = self.items[best[-1]]
+        return self._turn(self.items[best[-1]], blocked)
+
+    def pop_overdue(
+        self, now: float, max_wait_s: float, blocked: Collection[Lane] = ()
+    ) -> QueuedItem[T] | None:
+        """Take out the item that has waited longest, if that is ``max_wait_s`` or more.
+
+        Those of ``blocked`` lanes do not count.
+        """
+        for queued in self:
+            if queued.since + max_wait_s > now:
+                return None
+            if queued.lane not in blocked:
+                return self._turn(queued, blocked)
+        return None
+
+    def _turn(self, queued: QueuedItem[T], blocked: Collection[Lane]) -> QueuedItem[T]:
+        """Take out an item to be served, and note whom it overtakes and why."""
+        queued.overtaken = self.overtaken(queued)
         self._take_out(queued)
+        queued.why = self._why(queued, blocked) if queued.overtook else ""
         return queued
 
-    def pop_overdue(self, now: float, max_wait_s: float) -> QueuedItem[T] | None:
-        """Take out the item that has waited longest, if that is ``max_wait_s`` or more."""
-        if not self._arrivals:
-            return None
-        queued = self.items[self._arrivals[0]]
-        if queued.since + max_wait_s > now:
-            return None
-        self._take_out(queued)
-        return queued
+    def _why(self, queued: QueuedItem[T], blocked: Collection[Lane]) -> str:
+        """Return why an item goes before the earliest of those that wait."""
+        earliest = self.items[self._arrivals[0]]
+        if earliest.lane in blocked:
+            return OTHER_LANE
+        if queued.priority < earliest.priority:
+            return URGENCY
+        return ORDER if queued.flow == earliest.flow else FAIR_SHARE
+
+    def overtaken(self, queued: QueuedItem[T]) -> int:
+        """Return how many that came later were served before an item that waits."""
+        later = self._next - 1 - queued.number
+        waiting = len(self._arrivals) - bisect_right(self._arrivals, queued.number)
+        gone = len(self._gone) - bisect_right(self._gone, queued.number)
+        return later - waiting - gone
 
     def remove(self, item: T) -> bool:
         """Take an item out of turn; False: it does not wait."""
@@ -131,7 +166,17 @@ class FairQueue(Generic[T]):
         if number is None:
             return False
         self._take_out(self.items[number])
+        self._forget(number)
         return True
+
+    def _forget(self, number: int) -> None:
+        """An item has left without being served: it has overtaken nobody."""
+        if not self._arrivals:
+            self._gone.clear()
+            return
+        insort(self._gone, number)
+        if len(self._gone) > _MANY_GONE:
+            del self._gone[: bisect_left(self._gone, self._arrivals[0])]
 
     def _take_out(self, queued: QueuedItem[T]) -> None:
         number, flow = queued.number, queued.flow

@@ -35,7 +35,7 @@ from tailrace.router.observe.decision_log import DecisionLog, load_salt
 from tailrace.router.observe.events import EventSink
 from tailrace.router.observe.kv_streams import KvStreams
 from tailrace.router.observe.scrape import Scraper
-from tailrace.router.observe.snapshot import RouterSnapshot, StoreSnapshot
+from tailrace.router.observe.snapshot import SHOWN_WAITING, RouterSnapshot, StoreSnapshot
 from tailrace.router.observe.telemetry import Telemetry
 from tailrace.router.observe.tracing import Tracer
 from tailrace.router.proxy.backends import Backend, BackendChange, Backends
@@ -613,6 +613,7 @@ class RouterCore:
             decisions=chooser.counts["decisions"],
             canary_decisions=chooser.counts["canary"],
             waiting=len(self.intake.queue),
+            oldest=self.intake.queue.oldest(now, SHOWN_WAITING),
             clients=self.open_connections,
             log_lines_dropped=self.decision_log.dropped,
             token_source=self.settings.tokens.source,

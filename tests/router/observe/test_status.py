@@ -11,6 +11,7 @@ from router.observed import Observed
 from tailrace.router.app import Router
 from tailrace.router.observe import prometheus
 from tailrace.router.observe.scrape import ScrapeSettings
+from tailrace.router.observe.snapshot import WaitingSnapshot
 from tailrace.router.observe.status import (
     PAGE,
     PAGE_HEADERS,
@@ -20,6 +21,7 @@ from tailrace.router.observe.status import (
     plain_url,
     shown_scores,
 )
+from tailrace.router.workers import aggregate
 
 
 def body(observed):
@@ -54,6 +56,35 @@ def test_replicas_are_told_with_what_is_known_of_them():
     assert second["speed"] == 0.6
     for unknown in ("running", "waiting", "kv_used", "metrics_age_s"):
         assert second[unknown] is None
+
+
+def test_the_queue_at_the_router():
+    waiting = [
+        WaitingSnapshot(client="a", priority=0, waited_s=3.0, overtaken=2),
+        WaitingSnapshot(client="", priority=-1, waited_s=1.0, overtaken=0),
+    ]
+    observed = Observed(waiting=9, oldest=tuple(waiting))
+    observed.decide(0, waited_s=0.5, overtook=2, overtook_why="fair_share", overtaken=1)
+    found = status_of(observed)
+    assert found["waiting"] == 9
+    assert found["queue"] == {
+        "longest_wait_s": 3.0, "waited": 1, "overtakes": {"fair_share": 1},
+        "oldest": [
+            {"client": "a", "priority": 0, "waited_s": 3.0, "overtaken": 2},
+            {"client": "", "priority": -1, "waited_s": 1.0, "overtaken": 0},
+        ],
+    }  # fmt: skip
+    (latest,) = found["recent"]
+    assert (latest["waited_s"], latest["overtook"], latest["overtaken"]) == (0.5, 2, 1)
+    assert latest["overtook_why"] == "fair_share"
+    waits = {"client": "b", "priority": 0, "waited_s": 5.0, "overtaken": 0}
+    overtakes = {"fair_share": 2, "order": 1}
+    other = {"longest_wait_s": 5.0, "waited": 4, "overtakes": overtakes, "oldest": [waits]}
+    both = aggregate._queue([found["queue"], other])
+    assert (both["longest_wait_s"], both["waited"]) == (5.0, 5)
+    assert both["overtakes"] == {"fair_share": 3, "order": 1}
+    assert [one["client"] for one in both["oldest"]] == ["b", "a", ""]
+    assert status_of(Observed())["queue"]["longest_wait_s"] == 0
 
 
 def test_states_of_replicas():

@@ -16,6 +16,7 @@ import pytest
 
 from router.observed import Observed
 from tailrace.router.observe import status
+from tailrace.router.observe.snapshot import WaitingSnapshot
 
 pytestmark = pytest.mark.browser
 
@@ -413,11 +414,20 @@ def test_decisions_hold_still_and_more_are_shown(opened, serve):
 
 def test_a_draining_router_and_waiting_requests(opened, serve):
     observed = busy()
-    observed.state |= {"draining": True, "waiting": 17}
+    oldest = WaitingSnapshot(client="team <a>", priority=0, waited_s=2.5, overtaken=3)
+    observed.state |= {"draining": True, "waiting": 17, "oldest": (oldest,)}
+    observed.decide(0, 1, waited_s=0.5, overtook=2, overtook_why="order", overtaken=1)
     page, _ = opened(serve(observed))
     is_live(page)
     assert page.locator("#closing").is_visible()
-    assert "17 more queued" in page.locator("#flight-note").text_content()
+    assert (
+        "17 more queued at the router, longest 2.50" in page.locator("#flight-note").text_content()
+    )
+    queue = page.locator("#queue-text").text_content()
+    assert "client \u2068team <a>\u2069, priority 0: 3 that came later went first" in queue
+    assert "and 16 more" in queue
+    latest = page.locator("#recent tr").first.text_content()
+    assert "sent before 2 that came earlier (the policy's order); 1 that came later" in latest
 
 
 def test_many_replicas(opened, serve):

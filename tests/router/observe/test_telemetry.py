@@ -17,7 +17,7 @@ from tailrace.router.observe.rolling_window import (
     bucket_of,
     percentile,
 )
-from tailrace.router.observe.snapshot import StoreSnapshot
+from tailrace.router.observe.snapshot import StoreSnapshot, WaitingSnapshot
 from tailrace.router.observe.status import describe, describe_worker
 from tailrace.router.observe.telemetry import TTFT_BUCKETS
 from tailrace.router.state.server_speeds import ServerSpeed
@@ -173,7 +173,8 @@ def test_the_state_of_the_router_is_exported(observed):
     )  # fmt: skip
     observed.set(1, scrape_failures=5)
     observed.breaks(1)
-    observed.state |= {"waiting": 3, "clients": 1, "log_lines_dropped": 11}
+    oldest = WaitingSnapshot(client="a", priority=0, waited_s=2.5, overtaken=1)
+    observed.state |= {"waiting": 3, "oldest": (oldest,), "clients": 1, "log_lines_dropped": 11}
     found = samples(observed)
     for name, value in {
         "in_flight": 7, "queued": 3, "available": 1, "server_running": 4, "server_waiting": 2,
@@ -190,8 +191,22 @@ def test_the_state_of_the_router_is_exported(observed):
     assert found["tailrace_replica_breaker_opened_total", ("b",)] == 1
     assert found["tailrace_replica_scrape_failures_total", ("b",)] == 5
     assert found["tailrace_waiting_requests", ()] == 3
+    assert found["tailrace_longest_wait_seconds", ()] == 2.5
     assert found["tailrace_client_connections", ()] == 1
     assert found["tailrace_decision_log_dropped_total", ()] == 11
+
+
+def test_who_waited_and_who_overtook_is_counted(observed):
+    observed.decide(0)
+    observed.decide(0, waited_s=0.2, overtaken=2)
+    observed.decide(1, waited_s=0.1, overtook=3, overtook_why="order")
+    observed.decide(1, waited_s=0.1, overtook=1, overtook_why="priority")
+    found = samples(observed)
+    assert found["tailrace_waited_total", ()] == 3
+    causes = {
+        labels: n for (name, labels), n in found.items() if name == "tailrace_overtakes_total"
+    }
+    assert causes == {("order",): 1, ("priority",): 1}
 
 
 def test_unknown_is_absent_and_never_zero(observed):

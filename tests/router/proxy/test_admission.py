@@ -1,5 +1,7 @@
 """The queue, who is sent away, and the budget of retries."""
 
+from typing import Any
+
 from tailrace.router.proxy.admission import Queue, RetryBudget
 from tailrace.router.settings import AdmissionSettings, RetrySettings
 
@@ -22,7 +24,7 @@ class Item:
         self.flow, self.weight, self.cost, self.lane = flow, 1.0, 1.0, lane
         self.why: str | None = None
 
-    def admitted(self, overtook: int = 0) -> bool:
+    def admitted(self, queued: Any = None, *, overdue: bool = False) -> bool:
         if self.room.free == 0:
             return False
         self.room.free -= 1
@@ -121,7 +123,7 @@ def test_room_that_appears_while_one_is_sent() -> None:
     room, queue = Room(1), Queue(AdmissionSettings())
 
     class Instant(Item):
-        def admitted(self, overtook: int = 0) -> bool:
+        def admitted(self, queued: Any = None, *, overdue: bool = False) -> bool:
             if not super().admitted():
                 return False
             room.free += 1

@@ -351,6 +351,9 @@ class DecisionLog:
         if decision.waited_s is not None:
             record["waited_s"] = round(decision.waited_s, 6)
             record["overtook"] = decision.overtook
+            if decision.overtook:
+                record["overtook_why"] = decision.overtook_why
+            record["overtaken"] = decision.overtaken
         if self.settings.content:
             runs = arrival.runs
             count = runs.keys.size

@@ -14,6 +14,10 @@ from tailrace.router.state.server_speeds import ServerSpeed
 BREAKER_STATES = CLOSED, HALF_OPEN, OPEN = ("closed", "half_open", "open")
 
 
+#: Waiting requests that are shown: those that have waited longest.
+SHOWN_WAITING = 8
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSnapshot:
     """One backend. None: not known."""
@@ -91,6 +95,19 @@ class StoreSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingSnapshot:
+    """A request that waits at the router."""
+
+    client: str
+    """Name of its client; empty: clients have no keys."""
+    priority: int
+    """Lower goes first."""
+    waited_s: float
+    overtaken: int
+    """Requests that came later and were sent before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RouterSnapshot:
     """A router and its backends."""
 
@@ -117,6 +134,8 @@ class RouterSnapshot:
     """Those that the canary policy made."""
     waiting: int = 0
     """Requests that wait at the router for room."""
+    oldest: tuple[WaitingSnapshot, ...] = ()
+    """Some of these, the one that has waited longest first."""
     clients: int = 0
     """Open connections of clients."""
     log_lines_dropped: int = 0
@@ -136,6 +155,11 @@ class RouterSnapshot:
     """Policies that the autopilot may not use."""
     store: StoreSnapshot | None = None
     """The shared store; None: there is none."""
+
+    @property
+    def longest_wait_s(self) -> float:
+        """How long the request has waited that waits longest; 0: nobody does."""
+        return self.oldest[0].waited_s if self.oldest else 0.0
 
     @property
     def present(self) -> list[BackendSnapshot]:

@@ -51,6 +51,12 @@ def describe(telemetry: Telemetry, snapshot: RouterSnapshot) -> dict[str, Any]:
         "fallback": _clean(s.fallback),
         "in_flight": sum(b.in_flight for b in s.backends),
         "waiting": s.waiting,
+        "queue": {
+            "longest_wait_s": s.longest_wait_s,
+            "waited": t.waited[()],
+            "overtakes": dict(t.overtakes),
+            "oldest": [dataclasses.asdict(one) for one in s.oldest],
+        },
         "clients": s.clients,
         "decisions": {
             "total": made,
@@ -192,6 +198,8 @@ def _recent(telemetry: Telemetry, snapshot: RouterSnapshot) -> list[dict[str, An
             "priority": decision.priority,
             "waited_s": decision.waited_s,
             "overtook": decision.overtook,
+            "overtook_why": decision.overtook_why,
+            "overtaken": decision.overtaken,
             "took_s": decision.took_s,
             "scores": [
                 {"replica": _name(names, r), "score": float(decision.scores[r])}

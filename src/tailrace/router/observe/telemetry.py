@@ -96,6 +96,11 @@ class Telemetry:
             ("replica", "cause"),
         )  # fmt: skip
         self.sheds = counter("shed", "Requests rejected for lack of room", ("cause",))
+        self.waited = counter("waited", "Requests sent after they had waited at the router")
+        self.overtakes = counter(
+            "overtakes", "Those sent before others that had waited longer, by what put them first",
+            ("cause",),
+        )  # fmt: skip
         self.client_requests = counter(
             "client_requests", "Requests of a client with a key that are over",
             ("client", "outcome"),
@@ -188,6 +193,10 @@ class Telemetry:
         for d in decisions:
             if d.fell_back is not None:
                 self.fallbacks[FALLBACK_CAUSES.get(d.fell_back, "other")] += 1
+            if d.waited_s is not None:
+                self.waited[()] += 1
+                if d.overtook:
+                    self.overtakes[d.overtook_why] += 1
             if d.shadow is not None:
                 self.shadow_decisions[()] += 1
                 if d.shadow != d.replica:

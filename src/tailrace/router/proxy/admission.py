@@ -6,9 +6,11 @@ traffic only, so that a failing cluster does not get twice the requests.
 
 import math
 from collections.abc import Hashable
+from itertools import islice
 from typing import Protocol
 
-from tailrace.queueing.fair_queue import FairQueue
+from tailrace.queueing.fair_queue import FairQueue, QueuedItem
+from tailrace.router.observe.snapshot import WaitingSnapshot
 from tailrace.router.settings import AdmissionSettings, RetrySettings
 
 #: Limits of the Retry-After of a rejected request, in s.
@@ -43,8 +45,13 @@ class Waiting(Protocol):
     def lane(self) -> Hashable:
         """Equal for requests that the same backends can take."""
 
-    def admitted(self, overtook: int = 0) -> bool:
-        """Try again to send it, ahead of so many that came earlier; False: there is no room."""
+    def admitted(
+        self, queued: "QueuedItem[Waiting] | None" = None, *, overdue: bool = False
+    ) -> bool:
+        """Try again to send it; False: there is no room.
+
+        ``queued``: its place in the queue. ``overdue``: a policy's limits do not hold it any more.
+        """
 
     def shed(self, why: str) -> None:
         """It is rejected."""
@@ -101,6 +108,16 @@ class Queue:
         """A request that was sent took ``more`` tokens than its client was charged for."""
         self._waiting.correct(flow, weight, more)
 
+    def oldest(self, now: float, most: int) -> tuple[WaitingSnapshot, ...]:
+        """Return the ``most`` that have waited longest."""
+        return tuple(
+            WaitingSnapshot(
+                client=queued.flow, priority=queued.priority, waited_s=max(0.0, now - queued.since),
+                overtaken=self._waiting.overtaken(queued),
+            )
+            for queued in islice(self._waiting, most)
+        )  # fmt: skip
+
     def pump(self, now: float, max_wait_s: float = math.inf) -> None:
         """There may be room: send what can be sent, in order.
 
@@ -112,11 +129,12 @@ class Queue:
         self._pumping = True
         full: set[Hashable] = set()
         try:
-            self._send_overdue(now, max_wait_s)
+            if max_wait_s < math.inf:
+                self._send_overdue(now, max_wait_s, full)
             # Out before it is tried: it may be shed or sent within the call.
             while (queued := self._waiting.pop(full)) is not None:
                 self._again = False
-                if queued.item.admitted(queued.overtook):
+                if queued.item.admitted(queued):
                     self._passed(now)
                     continue
                 self._waiting.put_back(queued)
@@ -127,12 +145,14 @@ class Queue:
         finally:
             self._pumping = False
 
-    def _send_overdue(self, now: float, max_wait_s: float) -> None:
-        while (queued := self._waiting.pop_overdue(now, max_wait_s)) is not None:
-            if not queued.item.admitted(queued.overtook):
+    def _send_overdue(self, now: float, max_wait_s: float, full: set[Hashable]) -> None:
+        """Send who has waited too long; add the lanes that have no room even so to ``full``."""
+        while (queued := self._waiting.pop_overdue(now, max_wait_s, full)) is not None:
+            if queued.item.admitted(queued, overdue=True):
+                self._passed(now)
+            else:
                 self._waiting.put_back(queued)
-                return
-            self._passed(now)
+                full.add(queued.lane)
 
     def sweep(self, now: float) -> None:
         """Reject what has waited too long."""

@@ -310,15 +310,15 @@ class Backends:
 
     def choose(
         self, arrival: Arrival, tried: Collection[Backend], ineligible: frozenset[int] = NONE,
-        waited_s: float = 0.0,
+        *, overdue: bool = False,
     ) -> Decision | None:  # fmt: skip
         """Choose a backend for a request; None: no available one has room.
 
         ``ineligible``: numbers of backends that cannot take it, for instance because they do not
-        serve its model. ``waited_s``: the limits of the policy's queue hold no one for ever.
+        serve its model. ``overdue``: it has waited so long that the policy's limits do not count.
         """
         rules = self.chooser.waiting_rules
-        if rules.holding is not None and waited_s < rules.max_wait_s:
+        if rules.holding is not None and not overdue:
             ineligible = ineligible | rules.full()
         excluded: Set[int] = self.full
         if ineligible:

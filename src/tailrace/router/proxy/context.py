@@ -1,5 +1,6 @@
 """What the requests in progress of a router share: backends, queue, budgets, settings."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -66,7 +67,11 @@ class RequestContext:
     def admit_waiting(self) -> None:
         """There may be room for a request: admit those that wait, in order."""
         if self.queue.items:
-            self.queue.pump(self.now, self.backends.chooser.waiting_rules.max_wait_s)
+            most_s = self.backends.chooser.waiting_rules.max_wait_s
+            if most_s < math.inf:
+                # Who waits only because of the policy is sent before it would be rejected.
+                most_s = min(most_s, self.settings.admission.max_wait_s)
+            self.queue.pump(self.now, most_s)
             self.report_waiting()
 
     def report_waiting(self) -> None:

@@ -165,8 +165,8 @@ class RequestIntake:
         self._mean_output = context.backends.cluster.mean_output
         for request in tuple(context.active):
             request.check(now)
+        context.admit_waiting()  # those that have waited too long for the policy's limits, too
         context.queue.sweep(now)
-        context.admit_waiting()
         context.report_waiting()
 
     def reload(self, settings: ServeSettings) -> None:

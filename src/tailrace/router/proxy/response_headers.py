@@ -41,8 +41,9 @@ def _served_in_turn(decision: Decision) -> list[tuple[bytes, bytes]]:
     if decision.priority is not None:
         found.append((b"x-tailrace-priority", b"%d" % decision.priority))
     if decision.waited_s is not None:
-        waited = b"waited_s=%.3f, overtook=%d" % (decision.waited_s, decision.overtook)
-        found.append((b"x-tailrace-queue", waited))
+        why = f", why={decision.overtook_why}" if decision.overtook else ""
+        text = f"waited_s={decision.waited_s:.3f}, overtook={decision.overtook}{why}"
+        found.append((b"x-tailrace-queue", f"{text}, overtaken={decision.overtaken}".encode()))
     return found
 
 

@@ -7,12 +7,14 @@ How a request is sent, and what becomes of the response, is up to subclasses: :c
 
 from typing import NamedTuple
 
+from tailrace.queueing.fair_queue import QueuedItem
 from tailrace.router.access.keyring import Client
 from tailrace.router.decide.chooser import Decision
 from tailrace.router.intake import priority_field
 from tailrace.router.intake.priority_field import SplicedBody
 from tailrace.router.observe.tracing import RequestTrace
 from tailrace.router.proxy import response_headers
+from tailrace.router.proxy.admission import Waiting
 from tailrace.router.proxy.backends import Backend
 from tailrace.router.proxy.context import RequestContext
 from tailrace.router.state.arrival import Arrival
@@ -169,11 +171,8 @@ class RoutedRequest:
             after = max(1, round(context.settings.health.open_s))
             self._reply(503, "no replica is available", "shed", b"retry-after: %d\r\n" % after)
 
-    def admitted(self, overtook: int = 0) -> bool:
-        """Choose a backend and send; False: none has room. Also called by the queue.
-
-        ``overtook``: requests that have waited longer and still wait.
-        """
+    def admitted(self, queued: QueuedItem[Waiting] | None = None, *, overdue: bool = False) -> bool:
+        """Choose a backend and send; False: none has room. Also called by the queue, see there."""
         context, arrival, decision = self._context, self.arrival, None
         backends = context.backends
         if arrival is None:
@@ -183,9 +182,8 @@ class RoutedRequest:
             backend.begin(limited=False)
         else:
             tried, excluded = self._tried, self._excluded()
-            waited_s = context.now - self._started_at if self._queued else 0.0
             while True:
-                decision = backends.choose(arrival, tried, excluded, waited_s)
+                decision = backends.choose(arrival, tried, excluded, overdue=overdue)
                 if decision is None:
                     return False
                 backend = backends.all[decision.replica]
@@ -193,9 +191,10 @@ class RoutedRequest:
                     break
                 tried = [*tried, backend]  # another worker was faster
             self.decision = decision
-            if self._queued:
+            if queued is not None:
                 decision.waited_s = backends.cluster.clock() - arrival.arrived_at
-                decision.overtook = overtook
+                decision.overtook, decision.overtook_why = queued.overtook, queued.why
+                decision.overtaken = queued.overtaken
             if decision.priority is not None and not self._told(backend, arrival):
                 decision.priority = None
         if not self._attempts and (self._queued or context.queue.items) and self.flow:

@@ -41,6 +41,10 @@ class Decision:
     """How long the request waited at the router for room; None: it did not."""
     overtook: int = 0
     """Requests that had waited longer and still waited when this one was sent."""
+    overtook_why: str = ""
+    """Why it went before these, see queueing/fair_queue.py; empty: there were none."""
+    overtaken: int = 0
+    """Requests that came later and were sent before it."""
 
 
 class Arrival:

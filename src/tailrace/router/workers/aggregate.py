@@ -12,6 +12,7 @@ from tailrace.net.server import error_body
 from tailrace.router.admin import JSON
 from tailrace.router.observe import prometheus
 from tailrace.router.observe.rolling_window import percentiles
+from tailrace.router.observe.snapshot import SHOWN_WAITING
 from tailrace.router.observe.status import CLIENT_FIGURES
 from tailrace.router.observe.telemetry import SHOWN_DECISIONS
 from tailrace.router.state.exact_caches import TRUST_LEVELS
@@ -75,6 +76,7 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
         "uptime_s": max(p["uptime_s"] for p in parts),
         "behind": next((p["behind"] for p in parts if p["behind"]), ""),
         **{key: sum(p[key] for p in parts) for key in ("in_flight", "waiting", "clients")},
+        "queue": _queue([p["queue"] for p in parts]),
         "decisions": {
             "total": decided,
             "per_s": sum(p["decisions"]["per_s"] for p in parts),
@@ -118,6 +120,17 @@ def status(values: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
     }
     del merged["counts"], merged["pid"]
     return merged
+
+
+def _queue(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge what waits at the workers."""
+    oldest = sorted((one for p in parts for one in p["oldest"]), key=lambda one: -one["waited_s"])
+    return {
+        "longest_wait_s": max(p["longest_wait_s"] for p in parts),
+        "waited": sum(p["waited"] for p in parts),
+        "overtakes": dict(sum((Counter(p["overtakes"]) for p in parts), Counter())),
+        "oldest": oldest[:SHOWN_WAITING],
+    }
 
 
 def _clients(parts: list[dict[str, dict[str, int]]]) -> dict[str, dict[str, int]]:

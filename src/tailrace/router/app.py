@@ -12,7 +12,8 @@ from tailrace.router import listening, process
 from tailrace.router.access import refusals
 from tailrace.router.access.accounts import ADMITTED
 from tailrace.router.access.keyring import Client
-from tailrace.router.core import CATCH_UP_S, OK_BODY, RouterCore
+from tailrace.router.configured import CATCH_UP_S
+from tailrace.router.core import OK_BODY, RouterCore
 from tailrace.router.intake.routes import LIVE, MODELS, OTHER, READY, Route, RouteTable
 from tailrace.router.listening import RouterListener
 from tailrace.router.observe.events import EventSink

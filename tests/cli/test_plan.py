@@ -14,6 +14,19 @@ def test_table_and_json(run, run_json):
     assert f"with {data['needs'][0]['found']['counts'][0]} replicas" in text
 
 
+def test_with_and_without_order(run, run_json, refuse):
+    asked = ("plan", *TRAFFIC, "-p", "linear_es", "-p", "round_robin", "--order", "--seeds", 1)
+    data = run_json(*asked, "-j", 1)
+    names = ["linear_es", "linear_es+order:tuned", "round_robin"]
+    assert [need["policy"] for need in data["needs"]] == names
+    alone, ordered = (need["found"]["counts"][0] for need in data["needs"][:2])
+    text = run(*asked, "-j", 1).stdout
+    assert f"linear_es: {alone} replicas, with its order {ordered}." in text
+    refused = refuse("plan", *TRAFFIC, "-p", "round_robin", "--order")
+    assert "none of these policies has a tuned order, only: " in refused
+    assert "linear_es" in refused
+
+
 def test_kinds_with_prices(run_json):
     kinds = ("--kind", "a100-llama3-8b=3", "--kind", "a100-llama3-8b*0.5=1.2")
     data = run_json("plan", *TRAFFIC, *kinds, "-p", "lmetric", "--seeds", 1, "-j", 1)

@@ -34,6 +34,11 @@ USUAL = ("tailrace", "load_aware", "llm_d_sticky", "lmetric", "least_outstanding
     "--seeds", "seed_count", type=click.IntRange(1, 1000), default=3, metavar="N",
     help="Tuning seeds; the objectives must hold on each.",
 )  # fmt: skip
+@option(
+    "--order", "with_order", is_flag=True,
+    help="Also each router with its tuned order (POLICY+order:tuned), where it has one; needs "
+    "servers that serve by priority.",
+)  # fmt: skip
 @objective_options
 @options.jobs
 @options.json
@@ -43,12 +48,13 @@ def command(
     kinds: tuple[str, ...],
     most: int,
     seed_count: int,
+    with_order: bool,
     jobs: int | None,
     **settings: Any,
 ) -> None:
     """Find the smallest or cheapest cluster for an SLO at a rate.
 
-    For example: tailrace plan --workload sessions-hot --rate 60 --ttft-p99-s 1
+    For example: tailrace plan --workload sessions-hot --rate 60 --ttft-p99-s 1 --order
     """
     from tailrace.evaluate.search.sizing import Kind, Wanted, plan, targets_s
     from tailrace.seeds import Purpose, seeds
@@ -70,10 +76,30 @@ def command(
         targets_s(scenario, objectives),
     )
     policies = tuple(dict.fromkeys(policies))
+    if with_order:
+        policies = _with_orders(policies)
     with console.progress("searching", len(policies)) as update:
         needs = plan(wanted, offered, policies, jobs=jobs, progress=update)
     found = {"kinds": [kind.name for kind in offered], "objectives": objectives, "needs": needs}
     console.show(found, lambda screen: print_plan(screen, needs, offered, wanted))
+
+
+def _with_orders(policies: tuple[str, ...]) -> tuple[str, ...]:
+    """Return policies, each followed by itself with a tuned order if it has one."""
+    from tailrace.policy.registry import ORDER_SUFFIX
+    from tailrace.policy.shipped import TUNED_SUFFIX, tuned_constants
+
+    tuned = tuned_constants()
+    found = [
+        each
+        for policy in policies
+        for each in (policy, policy + ORDER_SUFFIX)
+        if each == policy or each in tuned
+    ]
+    if len(found) == len(policies):
+        known = ", ".join(n.removesuffix(ORDER_SUFFIX) for n in tuned if n.endswith(ORDER_SUFFIX))
+        raise TailraceError(f"--order: none of these policies has a tuned order, only: {known}")
+    return tuple(each if each in policies else each + TUNED_SUFFIX for each in found)
 
 
 def _kind(text: str, first: Replica) -> "Kind":

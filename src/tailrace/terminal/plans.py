@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tailrace.evaluate.search.sizing import Kind, Need, Trial, Wanted
+from tailrace.policy.registry import split_order
 from tailrace.terminal.tables import UNKNOWN, Column, number, print_columns
 
 
@@ -28,6 +29,8 @@ def print_plan(
     ]
     print_columns(console, columns)
     console.print(Text(verdict(needs, wanted)))
+    for sentence in saved_by_order(needs):
+        console.print(Text(sentence))
 
 
 def verdict(needs: Sequence[Need], wanted: Wanted) -> str:
@@ -48,6 +51,19 @@ def verdict(needs: Sequence[Need], wanted: Wanted) -> str:
     if saved < 0:
         return f"{text}, {-saved:.0%} dearer than {best.policy}."
     return f"{text}, as many as {best.policy} needs."
+
+
+def saved_by_order(needs: Sequence[Need]) -> list[str]:
+    """Say for each policy that was tried with and without an order how many replicas that saves."""
+    by_name = {need.policy: need.found for need in needs}
+    said = []
+    for need in needs:
+        base, suffix = split_order(need.policy)
+        alone, ordered = by_name.get(base), need.found
+        if suffix and alone is not None and ordered is not None:
+            counts = sum(alone.counts), sum(ordered.counts)
+            said.append(f"{base}: {counts[0]} replicas, with its order {counts[1]}.")
+    return said
 
 
 def _price(trial: Trial | None) -> float:

@@ -352,6 +352,7 @@ def test_a_pause_of_the_process_leaves_a_hole_and_no_more():
 def exported_names():
     observed = Observed(canary="lmetric", canary_share=0.1, shadow="round_robin")
     observed.decide(0, fell_back="guard")
+    observed.decide(0, waited_s=1.0, overtook=1, overtook_why="order")
     observed.telemetry.request_done(observed.attempt(), 200, "done", "chat")
     observed.telemetry.retried(0, "connect")
     observed.telemetry.shed("queue")

@@ -8,10 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.clusters import Clock
+from router.clusters import Clock, chat, new_cluster, send
 from router.conftest import quiet_settings
+from tailrace.policy import registry
 from tailrace.queueing.fair_queue import OVERTAKES
 from tailrace.router.app import Router
+from tailrace.router.decide.waiting_rules import WaitingRules
 from tailrace.router.intake.request_body import read_request
 from tailrace.router.proxy.routed_request import RoutedRequest
 
@@ -270,3 +272,15 @@ def test_where_nobody_waits_nothing_changes(
     for name in worlds[0].router.backends.cluster.replicas.dtype.names or ():
         rows = [world.router.backends.cluster.replicas[name].tolist() for world in worlds]
         assert rows[0] == rows[1]
+
+
+def test_what_servers_have_cached_that_cannot_take_it_does_not_count() -> None:
+    cluster = new_cluster(2)
+    asked = chat("the same long question " * 200)
+    rules = WaitingRules(cluster, registry.get("round_robin+order:w=9"))
+    new = rules.key(cluster.arrive(asked))
+    send(cluster, asked, 0).close("done")
+    known = cluster.arrive(asked)
+    assert rules.key(known) < new
+    assert rules.key(known, {1}) == rules.key(known)
+    assert rules.key(known, {0}) == new

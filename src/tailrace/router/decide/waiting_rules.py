@@ -54,8 +54,11 @@ class WaitingRules(Policy):
         rooms(self._row, seen, free)
         return frozenset(np.flatnonzero(~free).tolist())
 
-    def key(self, arrival: Arrival) -> int:
-        """Return the key of a request that begins to wait, lower first."""
+    def key(self, arrival: Arrival, excluded: Set[int] = _NONE) -> int:
+        """Return the key of a request that begins to wait, lower first.
+
+        ``excluded``: replicas that cannot take it, whatever they have cached.
+        """
         order, cluster = self.order, self._cluster
         if order is None:
             return 0
@@ -64,6 +67,7 @@ class WaitingRules(Policy):
             (
                 (arrival.prompt_tokens - cluster.cached_on(arrival, r)) / max(float(rate), 1.0)
                 for r, rate in enumerate(rates)
+                if r not in excluded
             ),
             default=0.0,
         )

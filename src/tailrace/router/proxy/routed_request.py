@@ -138,7 +138,8 @@ class RoutedRequest:
         """Lower goes first among the requests of one client and priority."""
         if self.arrival is None:
             return 0
-        return self._context.backends.chooser.waiting_rules.key(self.arrival)
+        rules = self._context.backends.chooser.waiting_rules
+        return 0 if rules.order is None else rules.key(self.arrival, self._excluded())
 
     @property
     def lane(self) -> tuple[object, ...]:

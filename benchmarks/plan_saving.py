@@ -26,7 +26,7 @@ SUBJECT = "tailrace"
 RULES = ("tolerant_sticky", "llm_d_sticky", "lmetric", "load_aware")
 PLAIN = ("least_outstanding", "round_robin")
 ORDER = "+order:tuned"
-SEEDS, MOST, REQUESTS = 2, 160, 8000
+SEEDS, MOST, REQUESTS = 2, 160, 5000
 
 
 @dataclass(frozen=True)

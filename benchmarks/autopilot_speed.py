@@ -69,11 +69,11 @@ def main() -> None:
         base = scenario(workload, given.hours)
         table = requests(base, seeds(Purpose.TUNING, 1, 900)[0])
         result = play(base, table, policy_for(base, "load_aware"), 0)
-        window = Window(recorded(result), 0.0, np.zeros(0), np.zeros(0))
+        window = Window(recorded(result), 0.0, np.zeros(0))
         twin = Twin(ServerModel(base.cluster))
         names = portfolio(twin)
         short = play(base, requests(scenario(workload, 0.01), 1), policy_for(base, names[0]), 0)
-        few = Window(recorded(short), 0.0, np.zeros(0), np.zeros(0))
+        few = Window(recorded(short), 0.0, np.zeros(0))
         twin.prospects(few, names)  # compiles
         began = time.process_time()
         costs = twin.prospects(window, names)

@@ -95,15 +95,27 @@ def test_suggest_changes_nothing() -> None:
     assert state.steps[-1].what == "suggests tailrace: 10% cheaper, as simulated"
     # And ends what acting has begun.
     assert step(in_canary(-0.1), found(NOW + 500), SUGGEST).stage == "watching"
+    in_charge = replace(PilotState(), present="random")
+    assert step(in_charge, found(), SUGGEST).present == ""
 
 
-@pytest.mark.parametrize("stage", ["watching", "canary"])
-def test_a_twin_that_is_wrong_may_not_act(stage: str) -> None:
-    before = PilotState() if stage == "watching" else in_canary(-0.1)
-    after = step(before, found(NOW + 500, twin_error=-0.3), ACT)
+@pytest.mark.parametrize("error", [-0.3, math.nan])
+@pytest.mark.parametrize("stage", ["watching", "shadow", "canary"])
+def test_a_twin_that_is_wrong_may_not_act(stage: str, error: float) -> None:
+    shadow = step(PilotState(), found(), ACT)
+    before = {"watching": PilotState(), "shadow": shadow, "canary": in_canary(-0.1)}[stage]
+    after = step(before, found(NOW + 500, twin_error=error), ACT)
     unchanged = replace(before, settings_policy="load_aware", steps=())
     assert replace(after, steps=()) == unchanged
     assert "not accurate enough" in after.steps[-1].what
+
+
+def test_a_twin_that_is_wrong_keeps_nobody_in_charge() -> None:
+    worse = step(in_canary(0.1), found(NOW + 500, twin_error=-0.3), ACT)
+    assert "proven worse" in worse.steps[-1].what
+    state = step(in_canary(-0.1), found(NOW + 6000), ACT)
+    state = replace(state, cycles=cycles(-0.1, 40))
+    assert step(state, found(NOW + 9000, twin_error=-0.3), ACT).present == ""
 
 
 def test_a_veto_ends_it_and_small_gains_are_not_worth_it() -> None:
@@ -113,7 +125,8 @@ def test_a_veto_ends_it_and_small_gains_are_not_worth_it() -> None:
     assert again.stage == "watching"
     close = [SimulatedCost("tailrace", 0.98), SimulatedCost("load_aware", 1.0)]
     assert step(PilotState(), found(prospects=close), ACT).stage == "watching"
-    assert step(in_canary(-0.1), found(NOW + 500, reset=True), ACT).stage == "watching"
+    overruled = step(in_canary(-0.1), found(NOW + 500, overruled="an operator"), ACT)
+    assert (overruled.stage, overruled.steps[-1].what) == ("watching", "stopped: an operator")
 
 
 def test_the_router_takes_what_it_is_told_and_turns_end_by_themselves() -> None:
@@ -138,9 +151,12 @@ def test_a_state_survives_a_restart(tmp_path: Path) -> None:
     assert load(path) == PilotState()
 
 
-def test_the_list_of_steps_is_bounded() -> None:
+def test_steps_are_kept_and_notes_replace_each_other() -> None:
     state = PilotState()
     for k in range(3 * MOST_STEPS):
-        state = state.noted(NOW + k, f"step {k // 2}")
+        state = state.noted(NOW + k, f"{k} requests so far", "waiting")
+    assert [s.what for s in state.steps] == [f"{3 * MOST_STEPS - 1} requests so far"]
+    for k in range(3 * MOST_STEPS):
+        state = state.noted(NOW, "turns", "turns").enter("watching", NOW + k, f"step {k}")
     assert len(state.steps) == MOST_STEPS
-    assert [s.what for s in state.steps[-2:]] == ["step 73", "step 74"]
+    assert [s.what for s in state.steps[-2:]] == ["step 148", "step 149"]

@@ -122,6 +122,13 @@ def test_off_means_off(tmp_path: Path) -> None:
     [
         ({}, "set decisions.folder"),
         ({"decisions": {"folder": "d"}, "admin": {"listen": "off"}}, "admin.listen is off"),
+        (
+            {
+                "decisions": {"folder": "d"},
+                "admin": {"tls": {"certificate": "a.pem", "client_ca": "b.pem"}},
+            },
+            "set autopilot.certificate",
+        ),
     ],
 )
 def test_what_it_needs_is_said(wrong: dict[str, object], message: str) -> None:

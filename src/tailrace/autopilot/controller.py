@@ -22,6 +22,8 @@ from tailrace.router.settings import AutopilotSettings
 MEAN_CYCLES_TO_FALSE_RETURN = 1000.0
 #: Fewest decisions of a shadow.
 LEAST_SHADOWED = 100
+#: A candidate that the simulator takes back may be tried again after this, s.
+SHORT_REST_S = 1800.0
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Findings:
     shadowed: int = 0
     """Decisions of the shadow since it began."""
     vetoed: frozenset[str] = frozenset()
-    reset: bool = False
-    """Whether the settings' policy is in charge although the state names another: an operator has
-    changed the settings, or vetoed."""
+    overruled: str = ""
+    """What an operator has done meanwhile: changed the settings, or given policies other roles.
+    Empty: nothing."""
 
 
 def step(state: PilotState, found: Findings, settings: AutopilotSettings) -> PilotState:
@@ -59,24 +61,37 @@ def step(state: PilotState, found: Findings, settings: AutopilotSettings) -> Pil
         state, settings_policy=found.settings_policy, vetoed=tuple(sorted(found.vetoed))
     )
     vetoed = {state.present, state.candidate} & found.vetoed
-    if found.reset or vetoed:
-        what = "vetoed" if vetoed else "the settings name another policy"
+    if vetoed or found.overruled:
+        why = f"{', '.join(sorted(vetoed))} was vetoed" if vetoed else found.overruled
         fresh = replace(state, present="", candidate="")
-        return fresh.enter("watching", now, f"stopped: {what}", vetoed=sorted(found.vetoed))
-    if abs(found.twin_error) > settings.max_error:
-        return state.noted(
-            now, "waiting: the simulation is not accurate enough to act on",
-            error=found.twin_error, limit=settings.max_error,
-        )  # fmt: skip
+        if (state.stage, state.present) == ("watching", ""):
+            return fresh.noted(now, f"waiting: {why}", "waiting")
+        return fresh.enter("watching", now, f"stopped: {why}", vetoed=sorted(found.vetoed))
+    if not acts and (state.stage != "watching" or state.present):
+        state = replace(state, present="", candidate="")
+        return state.enter("watching", now, "stopped: it may only suggest")
     if state.stage == "watching":
         return _watch(state, found, settings)
-    if not acts:
-        return replace(state, candidate="").enter("watching", now, "stopped: it may only suggest")
     if state.stage == "shadow":
         return _shadow(state, found, settings)
     if state.stage == "canary":
         return _judge(state, found, settings)
     return _guard(state, found, settings)
+
+
+def _is_trusted(found: Findings, settings: AutopilotSettings) -> bool:
+    """Whether the simulation is accurate enough to give a policy anything more than it has.
+
+    To take something away from one, live requests alone are enough.
+    """
+    return abs(found.twin_error) <= settings.max_error
+
+
+def _distrusted(state: PilotState, found: Findings, settings: AutopilotSettings) -> PilotState:
+    return state.noted(
+        found.now, "waiting: the simulation is not accurate enough to act on", "waiting",
+        error=found.twin_error, limit=settings.max_error,
+    )  # fmt: skip
 
 
 def gain(found: Findings, present: str, policy: str) -> float | None:
@@ -88,6 +103,8 @@ def gain(found: Findings, present: str, policy: str) -> float | None:
 
 
 def _watch(state: PilotState, found: Findings, settings: AutopilotSettings) -> PilotState:
+    if not _is_trusted(found, settings):
+        return _distrusted(state, found, settings)
     now, rests = found.now, state.rests or {}
     present = state.present or found.settings_policy
     able = [
@@ -96,13 +113,18 @@ def _watch(state: PilotState, found: Findings, settings: AutopilotSettings) -> P
     ]  # fmt: skip
     best = min(able, key=lambda p: p.cost_s, default=None)
     better = None if best is None else gain(found, present, best.policy)
+    if present not in [p.policy for p in found.prospects]:
+        return state.noted(now, f"waiting: {present} cannot be simulated", "waiting")
     if best is None or better is None or better < settings.least_gain:
-        return state.noted(now, f"{present} is the best policy for this traffic, as simulated")
+        return state.noted(
+            now, f"{present} is the best policy for this traffic, as simulated", "prospects"
+        )
     figures = {"policy": best.policy, "simulated_gain": better, "twin_error": found.twin_error}
     if settings.mode != "act":
         return state.noted(
-            now, f"suggests {best.policy}: {better:.0%} cheaper, as simulated", **figures
-        )
+            now, f"suggests {best.policy}: {better:.0%} cheaper, as simulated", "prospects",
+            **figures,
+        )  # fmt: skip
     return replace(state, candidate=best.policy).enter(
         "shadow", now, f"{best.policy} is {better:.0%} cheaper, as simulated: it shadows", **figures
     )
@@ -116,9 +138,12 @@ def _shadow(state: PilotState, found: Findings, settings: AutopilotSettings) -> 
         if now - state.since > settings.trial_s:
             return _dismiss(state, found, settings, "it hardly decided anything as a shadow")
         return state
+    if not _is_trusted(found, settings):
+        return _distrusted(state, found, settings)
     still = gain(found, state.present or found.settings_policy, policy)
     if still is None or still <= 0:
-        return _dismiss(state, found, settings, "no longer better, as simulated", rest_s=0.0)
+        rest_s = min(settings.rest_s, SHORT_REST_S)
+        return _dismiss(state, found, settings, "no longer better, as simulated", rest_s=rest_s)
     return state.enter(
         "canary", now, f"{policy} has its first turns", shadowed=found.shadowed,
         simulated_gain=still,
@@ -129,7 +154,8 @@ def _judge(state: PilotState, found: Findings, settings: AutopilotSettings) -> P
     now, policy = found.now, state.candidate
     seen = evidence(state.listed(), alpha=settings.alpha, margin=settings.margin)
     figures = vars(seen) | {"alpha": settings.alpha, "margin": settings.margin}
-    if seen.better >= 1 / settings.alpha:
+    proven = seen.better >= 1 / settings.alpha
+    if proven and _is_trusted(found, settings):
         former = state.present or found.settings_policy
         return replace(state, present=policy, candidate=former).enter(
             "guard", now, f"{policy} has proven better than {former} and is in charge", **figures
@@ -138,7 +164,9 @@ def _judge(state: PilotState, found: Findings, settings: AutopilotSettings) -> P
         return _dismiss(state, found, settings, "it has proven worse", **figures)
     if now - state.since > settings.trial_s:
         return _dismiss(state, found, settings, "neither better nor worse", **figures)
-    return state.noted(now, f"{policy} has turns", **figures)
+    if not _is_trusted(found, settings):
+        return _distrusted(state, found, settings)
+    return state.noted(now, f"{policy} has turns", "turns", **figures)
 
 
 def _guard(state: PilotState, found: Findings, settings: AutopilotSettings) -> PilotState:
@@ -155,7 +183,8 @@ def _guard(state: PilotState, found: Findings, settings: AutopilotSettings) -> P
         return replace(state, candidate="").enter(
             "watching", now, f"{state.present} has stayed better than {former}", **figures
         )
-    return state.noted(now, f"{state.present} is in charge, {former} has turns", **figures)
+    what = f"{state.present} is in charge, {former} has turns"
+    return state.noted(now, what, "turns", **figures)
 
 
 def _dismiss(

@@ -14,7 +14,7 @@ from tailrace.autopilot.sequential import Cycle
 from tailrace.files import dumps, write_text
 from tailrace.router.decide.turns import Turns
 
-FORMAT = 1
+FORMAT = 2
 #: Steps that are kept.
 MOST_STEPS = 50
 
@@ -29,6 +29,9 @@ class LoggedStep:
     """Unix time, s."""
     what: str
     evidence: dict[str, Any]
+    about: str = ""
+    """What a note is about; the next one about the same takes its place. Empty: a step that is
+    kept."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +76,26 @@ class PilotState:
         return replace(self, cycles={**found, **(self.cycles or {})})
 
     def enter(self, stage: Stage, now: float, what: str, **evidence: Any) -> "PilotState":
-        """Begin a stage and note why."""
+        """Begin a stage and note why; notes of the stage before are dropped."""
         seed = int(now) if stage in ("canary", "guard") else self.seed
-        return replace(self, stage=stage, since=now, seed=seed, cycles={}).noted(
-            now, what, **evidence
-        )
+        step = LoggedStep(now, what, evidence)
+        kept = [s for s in self.steps if not s.about]
+        return replace(
+            self, stage=stage, since=now, seed=seed, cycles={},
+            steps=(*kept, step)[-MOST_STEPS:],
+        )  # fmt: skip
 
     def rested(self, policy: str, until: float) -> "PilotState":
         """Do not try a policy before a time."""
         return replace(self, rests={**(self.rests or {}), policy: until})
 
-    def noted(self, now: float, what: str, **evidence: Any) -> "PilotState":
-        """Note a step; saying the same again only puts the last one forward."""
-        steps = self.steps
-        if steps and steps[-1].what == what:
-            steps = steps[:-1]
-        return replace(self, steps=(*steps, LoggedStep(now, what, evidence))[-MOST_STEPS:])
+    def noted(self, now: float, what: str, about: str, **evidence: Any) -> "PilotState":
+        """Note how things stand; the steps before are kept, what was noted about the same is not.
+
+        So rounds in which nothing happens do not push out what has happened.
+        """
+        steps = tuple(s for s in self.steps if s.about != about)
+        return replace(self, steps=(*steps, LoggedStep(now, what, evidence, about))[-MOST_STEPS:])
 
 
 def save(path: Path, state: PilotState, shown: dict[str, Any]) -> None:
@@ -107,7 +114,9 @@ def load(path: Path) -> PilotState:
             int(number): Cycle(int(c["candidate"]), tuple(c["log_cost"]), tuple(c["log_predicted"]))
             for number, c in (data["cycles"] or {}).items()
         }
-        steps = tuple(LoggedStep(s["at"], s["what"], s["evidence"]) for s in data["steps"])
+        steps = tuple(
+            LoggedStep(s["at"], s["what"], s["evidence"], s["about"]) for s in data["steps"]
+        )
         names = ("stage", "present", "settings_policy", "candidate", "since", "seed", "rests")
         plain = {name: data[name] for name in names}
         return PilotState(**plain, vetoed=tuple(data["vetoed"]), cycles=cycles, steps=steps)

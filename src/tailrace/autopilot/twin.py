@@ -1,7 +1,7 @@
 """The twin: the live servers in the simulator, fitted to the decision log, and what it predicts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from tailrace.policy import registry
 from tailrace.replay.fidelity import fidelity
 from tailrace.replay.recorded import RecordedTraffic, of_answered
 from tailrace.replay.what_if import replayed
-from tailrace.view.objective import LOST_COST_S
 from tailrace.workload import decision_log
 from tailrace.workload.table import RequestTable
 
@@ -25,6 +24,24 @@ Floats = NDArray[np.float64]
 
 #: Share of a window that only fills queues and caches of the simulated servers.
 WARM_UP = 0.1
+#: Requests per replica that servers are fitted to, the latest.
+FITTED_REQUESTS = 1000
+#: Best policies that are also tried with order and with a queue, and with which.
+WITH_ORDER = 3
+ORDER, QUEUE = registry.ORDER_SUFFIX, registry.QUEUE_SUFFIX + ":max_queued=4,w=100"
+#: What there is to gain at most is measured with this rule on so many requests: it takes
+#: milliseconds per decision.
+LOOK_AHEAD, LOOK_AHEAD_REQUESTS = "lookahead", 3000
+
+
+def with_order(prospects: Sequence[SimulatedCost], *, orders: bool) -> list[str]:
+    """Return the best policies that only place, with a queue at the router and with order.
+
+    ``orders``: servers take priorities (docs/order.md).
+    """
+    plain = [p.policy for p in prospects if not registry.split_order(p.policy)[1]]
+    suffixes = (ORDER, QUEUE) if orders else (QUEUE,)
+    return [name + suffix for name in plain[:WITH_ORDER] for suffix in suffixes]
 
 
 @dataclass(frozen=True)
@@ -34,8 +51,6 @@ class Window:
     recorded: RecordedTraffic
     start_s: float
     """Unix time of the first arrival."""
-    lost_s: Floats
-    """Unix times at which requests arrived that servers failed."""
     shadowed_s: Floats
     """Unix times of arrivals for which a shadow decided too."""
 
@@ -45,8 +60,7 @@ class Window:
         found = decision_log.answered(folder, since=since, most=most)
         start_s = found.requests[0].line.arrived
         shadowed = [r.line.arrived for r in found.requests if r.outcome["shadow"] is not None]
-        lost = [at for at in found.lost if at >= start_s]
-        return cls(of_answered(found), start_s, np.array(lost), np.array(shadowed))
+        return cls(of_answered(found), start_s, np.array(shadowed))
 
     @cached_property
     def as_recorded(self) -> RequestTable:
@@ -55,15 +69,28 @@ class Window:
         rows["parent"], rows["think_s"] = -1, 0.0
         return RequestTable(rows, self.recorded.table.runs)
 
+    @cached_property
+    def latest(self) -> RecordedTraffic:
+        """The last requests, as many as a fit looks at; all if some replica has none of those.
+
+        A fit takes the first ones of what it gets, and servers change.
+        """
+        recorded = self.recorded
+        first = max(0, len(recorded.table) - FITTED_REQUESTS * recorded.replicas)
+        outcomes = recorded.outcomes[first:]
+        if first == 0 or len(np.unique(outcomes["replica"])) < recorded.replicas:
+            return recorded
+        rows = recorded.table.rows[first:].copy()
+        rows["arrival_s"] -= rows["arrival_s"][0]
+        rows["think_s"] = np.where(rows["parent"] >= first, rows["think_s"], 0.0)
+        rows["parent"] = np.maximum(rows["parent"] - first, -1)
+        return replace(recorded, table=RequestTable(rows, recorded.table.runs), outcomes=outcomes)
+
     @property
     def arrived_s(self) -> Floats:
-        """Unix times of all arrivals [R + lost]."""
-        return np.concatenate([self.start_s + self.recorded.outcomes["arrived_s"], self.lost_s])
-
-    def costs_s(self) -> Floats:
-        """Costs of all requests [R + lost], as they really were."""
-        lost = np.full(len(self.lost_s), LOST_COST_S)
-        return np.concatenate([composite_cost_s(self.recorded.result()), lost])
+        """Unix times of all arrivals [R]."""
+        arrived_s: Floats = self.start_s + self.recorded.outcomes["arrived_s"]
+        return arrived_s
 
 
 class Twin:
@@ -76,7 +103,7 @@ class Twin:
     @classmethod
     def fit(cls, window: Window, known: Replica) -> "Twin":
         """Fit every server; ``known``: what is known of all of them."""
-        return cls(calibrate(window.recorded, known)[1])
+        return cls(calibrate(window.latest, known)[1])
 
     def fits(self, window: Window) -> bool:
         """Whether it has the servers of a window."""
@@ -87,19 +114,16 @@ class Twin:
 
         Of requests that the fit has not seen, if it left some out.
         """
-        recorded = window.recorded
+        recorded = window.latest
         only = held_out(len(recorded.table)) if self.model.held_out else None
         found = fidelity(
             recorded, self.model.cluster, overhead_ms=self.model.overhead_ms, only=only
         )
         return {each.name: each.mean_error for each in found.latencies}["E2E"]
 
-    def portfolio(self, policies: Sequence[str], present: str, *, orders: bool) -> list[str]:
-        """Return the policies to try; ``orders``: servers take priorities (docs/order.md)."""
-        chosen = list(policies) or candidates(self.model.cluster)
-        if orders and not policies:
-            chosen += [name + registry.ORDER_SUFFIX for name in chosen]
-        return list(dict.fromkeys([present, *chosen]))
+    def portfolio(self, policies: Sequence[str], present: str) -> list[str]:
+        """Return the policies to try first: those of the settings, or `tailrace` and all rules."""
+        return list(dict.fromkeys([present, *(policies or candidates(self.model.cluster))]))
 
     def prospects(self, window: Window, policies: Sequence[str]) -> list[SimulatedCost]:
         """Return what each policy would have cost in a window; those that cannot run are left out.
@@ -113,13 +137,31 @@ class Twin:
                 costs_s = self._costs_s(table, policy)
             except TailraceError:
                 continue
-            found.append(SimulatedCost(policy, float(costs_s[begin:].mean())))
+            cost_s = float(costs_s[begin:].mean())
+            if np.isfinite(cost_s):
+                found.append(SimulatedCost(policy, cost_s))
         return sorted(found, key=lambda p: p.cost_s)
 
+    def gap(self, window: Window, policy: str) -> float:
+        """Return by which share a look-ahead costs less than a policy on the last requests.
+
+        It knows the future of the servers, so this is more than any policy can gain.
+        """
+        rows = self._last(window)
+        table = RequestTable(rows, window.recorded.table.runs)
+        begin = int(WARM_UP * len(rows))
+        ahead, own = (self._costs_s(table, name)[begin:].mean() for name in (LOOK_AHEAD, policy))
+        return 1 - float(ahead / own)
+
+    @staticmethod
+    def _last(window: Window) -> NDArray[np.void]:
+        rows = window.as_recorded.rows[-LOOK_AHEAD_REQUESTS:].copy()
+        rows["arrival_s"] -= rows["arrival_s"][0]
+        return rows
+
     def predicted_s(self, window: Window, policy: str) -> Floats:
-        """Return costs [R + lost] under one policy, with every request at its recorded time."""
-        costs_s = self._costs_s(window.as_recorded, policy)
-        return np.concatenate([costs_s, np.full(len(window.lost_s), costs_s.mean())])
+        """Return costs [R] under one policy, with every request at its recorded time."""
+        return self._costs_s(window.as_recorded, policy)
 
     def _costs_s(self, table: RequestTable, policy: str) -> Floats:
         result = replayed(self._scenario, table, policy, 0, self.model.overhead_ms)

@@ -162,6 +162,23 @@ def client_context(files: TlsFiles = TlsFiles()) -> ssl.SSLContext:  # noqa: B00
     return context
 
 
+def pinned_context(files: TlsFiles) -> ssl.SSLContext:
+    """Return the context for connections to a listener of this machine whose certificate is known.
+
+    ``ca``: that certificate. It need not be for the address that is used, so only it is accepted
+    (or what is signed by one that follows it in the file), whoever has signed it.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    assert files.ca is not None
+    _load_ca(context, files.ca)
+    if files.certificate is not None:
+        _load_own(context, files)
+    return context
+
+
 class _EncryptedError(Exception):
     """A key needs a password."""
 

@@ -13,7 +13,7 @@ import time
 
 from tailrace.router.serve_settings import ServeSettings
 
-#: Pause before it is started again, s; doubles each time, up to this.
+#: Pause before it is started again, s; doubles each time, up to this, until it has run that long.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 10.0, 600.0
 #: Time it has to end by itself, s.
 STOP_S = 2.0
@@ -29,6 +29,7 @@ class AutopilotProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._admin = ""
         self._start_at = 0.0
+        self._began = 0.0
         self._pause_s = FIRST_PAUSE_S
 
     def start(self, admin: tuple[str, int] | None) -> None:
@@ -37,7 +38,8 @@ class AutopilotProcess:
             return
         host, port = admin
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-        self._admin = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._settings.admin.tls.certificate is None else "https"
+        self._admin = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self._spawn()
 
     def watch(self) -> None:
@@ -48,6 +50,8 @@ class AutopilotProcess:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
             self._process = None
+            if time.monotonic() - self._began > LONGEST_PAUSE_S:
+                self._pause_s = FIRST_PAUSE_S
             self._start_at = time.monotonic() + self._pause_s
             _log.error(
                 "the autopilot has ended and is started again",
@@ -72,6 +76,7 @@ class AutopilotProcess:
             process.wait()
 
     def _spawn(self) -> None:
+        self._began = time.monotonic()
         settings, single = self._settings, ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tailrace.autopilot"],
@@ -83,6 +88,8 @@ class AutopilotProcess:
         orders = {
             "admin": self._admin,
             "token_env": settings.admin.token_env,
+            "certificate": str(settings.admin.tls.certificate or ""),
+            "log_level": settings.log.level,
             "folder": str(settings.decisions.folder),
             "file": str(settings.autopilot_file),
             "settings": settings.autopilot.model_dump(mode="json"),

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import orjson
 from pydantic import ValidationError
@@ -62,6 +62,8 @@ class Configuration(Settings):
     """Backends by number."""
     routing: ChooserSettings | None = None
     """How replicas are chosen, by an admin call; None: as the settings say."""
+    routing_by: Literal["admin", "autopilot"] = "admin"
+    """Who made that call."""
     vetoed: tuple[str, ...] = ()
     """Policies that admin calls may not put in any role, because an operator said so."""
 
@@ -153,13 +155,15 @@ class Configuration(Settings):
             removed=tuple(url for url in self.removed if url not in gone),
         )
 
-    def with_routing(self, changes: dict[str, Any]) -> "Configuration":
+    def with_routing(
+        self, changes: dict[str, Any], by: Literal["admin", "autopilot"] = "admin"
+    ) -> "Configuration":
         """Give policies other roles; what ``changes`` does not name is as the settings say."""
         routing = parse(ChooserSettings, _plain(self.settings.routing) | changes)
         for policy in (routing.policy, routing.canary, routing.shadow):
             if policy in self.vetoed:
                 raise TailraceError(f"policy {policy} was vetoed; POST /autopilot/resume allows it")
-        return self._next(routing=routing if changes else None)
+        return self._next(routing=routing if changes else None, routing_by=by)
 
     def with_veto(self, policies: Sequence[str] = ()) -> "Configuration":
         """Go back to the settings' policy; those that admin calls gave a role get none again.

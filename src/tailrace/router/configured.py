@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -196,9 +196,14 @@ class ConfiguredRouter:
         except TailraceError as error:
             _log.error("not reloaded", extra={"why": str(error)})
 
-    def set_routing(self, changes: dict[str, Any]) -> dict[str, Any]:
-        """Give policies other roles until the settings' own change; none: as the settings say."""
-        return self._allow(lambda configuration: configuration.with_routing(changes))
+    def set_routing(
+        self, changes: dict[str, Any], by: Literal["admin", "autopilot"] = "admin"
+    ) -> dict[str, Any]:
+        """Give policies other roles until the settings' own change; none: as the settings say.
+
+        The autopilot has a path of its own, so that it notices when an operator gives roles.
+        """
+        return self._allow(lambda configuration: configuration.with_routing(changes, by))
 
     def veto(self, body: bytes) -> dict[str, Any]:
         """Go back to the settings' policy; ``body``: a JSON list of policies not to use, or none.
@@ -223,12 +228,13 @@ class ConfiguredRouter:
     def _roles(self) -> dict[str, Any]:
         """Return the roles of policies, the settings' own, and which policies may have none."""
         routing, own = self.settings.routing, self.configuration.settings.routing
-        present = self.backends.present
+        present, given = self.backends.present, self.configuration.routing
         return {
             **{name: getattr(routing, name) for name in ("policy", "canary", "shadow")},
             "canary_share": routing.canary_share,
             "canary_block_s": routing.canary_block_s,
             "settings_policy": own.policy,
+            "given_by": "settings" if given is None else self.configuration.routing_by,
             "vetoed": self.configuration.vetoed,
             "takes_priorities": all(backend.takes_priorities for backend in present),
         }

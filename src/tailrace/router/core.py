@@ -114,6 +114,9 @@ class RouterCore(ConfiguredRouter):
             ("POST", "/reload"): lambda: json(self.reload()),
             ("GET", "/routing"): lambda: json(self._roles()),
             ("POST", "/routing"): TakesBody(lambda body: json(self.set_routing(_object_in(body)))),
+            ("POST", "/autopilot/routing"): TakesBody(
+                lambda body: json(self.set_routing(_object_in(body), "autopilot"))
+            ),
             ("POST", "/autopilot/veto"): TakesBody(lambda body: json(self.veto(body))),
             ("POST", "/autopilot/resume"): lambda: json(self._allow(Configuration.without_vetoes)),
         }

@@ -165,8 +165,11 @@ class ServeSettings(Settings):
                 raise ValueError("the autopilot learns from the decision log: set decisions.folder")
             if self.admin.listen == "off":
                 raise ValueError("the autopilot uses the admin listener: admin.listen is off")
-            if self.admin.tls.certificate is not None:
-                raise ValueError("the autopilot uses the admin listener without TLS: see admin.tls")
+            if self.admin.tls.client_ca is not None and self.autopilot.certificate is None:
+                raise ValueError(
+                    "admin.tls.client_ca asks every client for a certificate: set "
+                    "autopilot.certificate"
+                )
         return self
 
     @property

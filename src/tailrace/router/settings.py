@@ -320,7 +320,8 @@ class AutopilotSettings(Settings):
     mode: Literal["off", "suggest", "act"] = "off"
     """off; suggest: only says on /status what it would do; act: also does it."""
     policies: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
-    """Policies that may be put in charge; default: `tailrace` and every rule."""
+    """Policies that may be put in charge; default: `tailrace`, every rule, the best of them with
+    order and with a queue, and fine-tuned ones."""
     every_s: float = Field(default=300.0, ge=1, le=86_400, allow_inf_nan=False)
     """Pause between two rounds, s; longer if a round takes long, so that it uses a fifth of a core
     at most."""
@@ -351,8 +352,15 @@ class AutopilotSettings(Settings):
     """How long the former policy keeps turns, half as many, to take over again, s."""
     rest_s: float = Field(default=6 * 3600.0, ge=0, le=1e7, allow_inf_nan=False)
     """A candidate that was dismissed is not tried again for so long, s."""
+    finetune_s: int = Field(default=1800, ge=0, le=86_400)
+    """CPU time of a fine-tuning at most, s, once per `rest_s`; 0: none. It needs PyTorch, runs at
+    the lowest priority, and begins only if a look-ahead shows that there is something to gain."""
     attainment: Share = 0.99
     """Share of requests within their targets for which `tailrace_replicas_wanted` is sized."""
+    certificate: Path | None = None
+    """Certificate that it shows the admin listener, PEM; needed if `admin.tls.client_ca` is set."""
+    key: Path | None = None
+    """Key of this certificate, without a password; default: it stands in the same file."""
 
     @model_validator(mode="after")
     def _washes_out(self) -> Self:

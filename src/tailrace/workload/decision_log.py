@@ -32,7 +32,7 @@ _MARK = b'"tailrace":"decisions"'
 _GZIP = b"\x1f\x8b"
 _HASH_BYTES = 8
 #: Outcomes that are the servers' fault.
-_FAILURES = ("backend_failed", "timeout")
+FAILURES = ("backend_failed", "timeout")
 #: Bytes that are read in vain at most when only the end of a file is wanted.
 _STRIDE = 256 << 10
 
@@ -81,8 +81,6 @@ class Answered(NamedTuple):
     requests: "list[AnsweredRequest]"
     skipped: int
     """Requests that were not completed."""
-    lost: list[float]
-    """Unix times at which those of them arrived that servers failed."""
 
 
 class AnsweredRequest(NamedTuple):
@@ -109,12 +107,11 @@ def answered(path: Path, *, since: float = 0.0, most: int | None = None) -> Answ
     ``most``: only the last so many; no more than half as many again are held in memory.
     """
     done: dict[str, AnsweredRequest] = {}
-    unanswered: dict[str, float] = {}
+    unanswered: set[str] = set()
     for where, number, data in records(path, since):
         request = _text(where, data, "id")
         if data.get("outcome") != "done" or not data.get("output_tokens"):
-            failed = data.get("outcome") in _FAILURES
-            unanswered[request] = _time(data, "arrived") if failed else math.nan
+            unanswered.add(request)
             continue
         outcome = {key: data.get(key) for key in OUTCOME}
         done[request] = AnsweredRequest(_line(where, request, data), number, where, outcome)
@@ -123,9 +120,8 @@ def answered(path: Path, *, since: float = 0.0, most: int | None = None) -> Answ
     if not done:
         raise TailraceError(f"{path} has no answered requests" + " of that time" * (since > 0))
     found = _by_arrival(done)
-    missing = [at for request, at in unanswered.items() if request not in done]
-    lost = sorted(at for at in missing if math.isfinite(at))
-    return Answered(found if most is None else found[-most:], len(missing), lost)
+    missing = sum(request not in done for request in unanswered)
+    return Answered(found if most is None else found[-most:], missing)
 
 
 def _by_arrival(done: dict[str, AnsweredRequest]) -> list[AnsweredRequest]:

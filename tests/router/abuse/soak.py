@@ -29,7 +29,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from router.abuse import cluster_cases, fault_cases, http_attacks, picker_cases, sharing_cases
+from router.abuse import (
+    cluster_cases,
+    fault_cases,
+    flight_cases,
+    http_attacks,
+    picker_cases,
+    sharing_cases,
+)
 from router.abuse.case import Case, Target
 from router.abuse.stage import Stage, wait_for_memory
 from router.processes import until
@@ -46,6 +53,7 @@ CASES: tuple[Case, ...] = (
     *cluster_cases.CASES,
     *sharing_cases.CASES,
     *picker_cases.CASES,
+    *flight_cases.CASES,
 )
 
 

@@ -65,3 +65,35 @@ def test_a_canary_by_turns_gets_all_requests_of_its_blocks_until_it_ends(
 def test_turns_need_a_share_of_a_half_at_most() -> None:
     with pytest.raises(ValueError, match="takes turns"):
         ChooserSettings(canary="random", canary_share=0.9, canary_block_s=10)
+
+
+def test_what_a_canary_says_about_waiting_holds_during_its_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1_700_000_000.0]
+    monkeypatch.setattr("tailrace.router.decide.chooser.time.time", lambda: now[0])
+    held = "least_outstanding+queue:max_in_flight=1"
+    chooser = new_chooser(
+        new_cluster(), canary=held, canary_share=0.25, canary_block_s=10.0, canary_seed=9,
+        canary_until=now[0] + 4000,
+    )  # fmt: skip
+    told: list[str] = []
+    chooser.follow_room(lambda: told.append("room"))
+    turns = chooser.settings.turns
+    assert turns is not None
+    seen = set()
+    for _ in range(40):
+        now[0] += 10
+        own = turns.is_candidates(now[0])
+        assert (chooser.waiting_rules.holding is not None) is own
+        seen.add(own)
+    assert seen == {True, False}
+    while not turns.is_candidates(now[0]):
+        now[0] += 10
+    chooser.waiting_rules.first_token(0, 1, 0.0)
+    assert told == ["room"]
+    now[0] += 4000
+    assert chooser.waiting_rules.holding is None
+    before = len(chooser.cluster.listeners)
+    chooser.close()
+    assert len(chooser.cluster.listeners) == before - 1

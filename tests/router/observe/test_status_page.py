@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -81,6 +82,26 @@ class Served:
         self._server.server_close()
 
 
+def autopilot(candidate="tailrace", **given):
+    """What an autopilot says whose candidate has its turns."""
+    turns = {
+        "cycles": 7, "effect": -0.083, "low": -0.19, "high": 0.02, "better": 6.4, "worse": 1.0,
+        "alpha": 0.05, "margin": 0.0,
+    }  # fmt: skip
+    steps = [
+        (5000, f"{candidate} is 9% cheaper, as simulated: it shadows", {"simulated_gain": 0.09}),
+        (4700, f"{candidate} has its first turns", {"shadowed": 5980}),
+        (20, f"{candidate} has turns", turns),
+    ]
+    return {
+        "mode": "act", "at": time.time() - 20, "says": steps[-1][1], "stage": "canary",
+        "present": "", "candidate": candidate, "twin_error": -0.041, "vetoed": [],
+        "wanted": {"replicas": 5, "low": 4, "high": 6},
+        "steps": [{"at": time.time() - at, "what": w, "evidence": e} for at, w, e in steps],
+        **given,
+    }  # fmt: skip
+
+
 def busy(names=None, seed=0, **routing):
     """A router after five minutes of traffic that swells, with a burst at one replica."""
     names = names or [f"a100-{i}.rack{i // 3 + 1}" for i in range(6)]
@@ -127,6 +148,8 @@ def busy(names=None, seed=0, **routing):
     t.lagged(0.004)
     made = t.decisions.total()
     observed.state |= {"decisions": made, "canary_decisions": made // 20, "clients": 214}
+    observed.state["autopilot"] = autopilot()
+    observed.state["vetoed"] = ("random",)
     observed.clock.now += 0.4
     return observed
 
@@ -236,6 +259,12 @@ def test_everything_is_there_and_nothing_too_wide(opened, serve, width, scheme):
     assert "a100-5.rack2" in page.locator("#replicas").text_content()
     assert "fallback rule" in page.locator("#events").text_content()
     assert page.locator("#trials").is_visible()
+    assert page.locator("#autopilot-steps li").count() == 3
+    said = words(page, "#autopilot")
+    effect = "\u22128.3 % (\u221219 % to +2.0 %) after 7 cycles"
+    for part in ("tailrace has turns", effect, "6.4 of 20", "off by 4.1 %", "wanted 5 (4 to 6)",
+                 "vetoed random"):  # fmt: skip
+        assert part in said
     line = page.locator("#replicas .flow-line").first.get_attribute("d")
     assert line.count("L") > 140  # the past is there at once, not only since the page was opened
     assert words(page, "#period") == "Last 5 minutes"
@@ -347,16 +376,30 @@ def test_a_router_that_was_never_there(opened, serve):
 def test_hostile_names_are_only_text(opened, serve, width):
     observed = busy(HOSTILE)
     observed.breaks(0, "<b>why</b>")
+    observed.state["autopilot"] = autopilot(HOSTILE[0], says=HOSTILE[1], present=HOSTILE[2])
     observed.decide(1, 0, reason="<svg onload=alert(2)>", fell_back="constructor", shadow=2)
     page, complaints = opened(serve(observed), width)
     is_live(page)
     text = page.locator("#replicas").text_content()
     assert all(name in text for name in HOSTILE)
     assert "<svg onload=alert(2)>" in page.locator("#recent").text_content()
+    assert HOSTILE[0] in page.locator("#autopilot").text_content()
     assert page.locator("#all img, #all script, #all b:not(.facts b)").count() == 0
     assert "owned" not in page.title()
     assert page.evaluate("document.documentElement.scrollWidth") == width
     assert outside(page) == []
+    assert complaints == []
+
+
+@pytest.mark.parametrize("little", [{"mode": "suggest"}, {"steps": None, "wanted": None}, {}])
+def test_an_autopilot_that_has_said_little(opened, serve, little):
+    observed = busy()
+    observed.state["autopilot"] = little
+    observed.state["vetoed"] = ()
+    page, complaints = opened(serve(observed))
+    is_live(page)
+    assert words(page, "#autopilot-says") == "has just begun"
+    assert page.locator("#autopilot-steps").is_hidden()
     assert complaints == []
 
 

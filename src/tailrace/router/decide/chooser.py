@@ -12,22 +12,20 @@ out of its range, such as broken metrics or a wrong cost model, does not affect 
 import struct
 import time
 from collections import Counter
-from collections.abc import Collection
-from typing import Annotated, NamedTuple, Self
+from collections.abc import Callable, Collection
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
 
-from tailrace.config import PrefixLearns, Settings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, checked_scores, order_of
 from tailrace.policy.learned.architecture import FEATURE_NAMES, STD_FLOOR
 from tailrace.policy.learned.policy import LearnedPolicy
+from tailrace.router.decide.chooser_settings import ChooserSettings
 from tailrace.router.decide.reasons import phrase
-from tailrace.router.decide.turns import Turns
 from tailrace.router.decide.waiting_rules import WaitingRules
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.settings import BackendSettings
@@ -44,8 +42,6 @@ from tailrace.workload.table import DEFAULT_TTFT_SLO_S
 
 __all__ = ["Chooser", "ChooserSettings", "Decision"]
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
 #: Names of the causes of a fallback, by their number in state/kernels.py.
 CAUSES = ("", "nan", "range", "guard", "error", "time")
 #: After this many failures or overruns in a row a policy is not asked for this long, s.
@@ -59,59 +55,6 @@ _INPUTS = struct.Struct("=qqddq")
 _RESULTS = struct.Struct("=qqqqqqdddd")
 assert k.DECISION.fields is not None
 _RESULTS_AT = k.DECISION.fields["cause"][1]
-
-
-class ChooserSettings(Settings):
-    """How replicas are chosen, and the guard around the policy."""
-
-    policy: str = registry.SHIPPED_NAME
-    """Policy that decides: a built-in rule, `tailrace`, a .tailrace file or a .py file."""
-    fallback: str = "tolerant_sticky"
-    """Built-in rule that decides when the policy fails or is overruled."""
-    guard: bool = True
-    """Overrule a learned or custom policy if the predicted time to first token of its choice
-    exceeds `guard_ratio` times that of the fallback's choice plus `guard_s`. Built-in rules are
-    never overruled."""
-    guard_ratio: float = Field(default=3.0, ge=1, le=1e6, allow_inf_nan=False)
-    """Factor of the guard's limit."""
-    guard_s: float = Field(default=1.0, ge=0, le=1e6, allow_inf_nan=False)
-    """Constant of the guard's limit, s."""
-    range_deviations: float = Field(default=16.0, gt=0, le=1e6, allow_inf_nan=False)
-    """A learned policy decides only if every feature is within this many standard deviations of its
-    mean in training. Below 10, the shipped policy would not decide on an idle cluster (9.6)."""
-    limit_ms: float = Field(default=5.0, gt=0, le=1e6, allow_inf_nan=False)
-    """Time limit of a decision, ms; beyond it the fallback rule decides."""
-    canary: str = ""
-    """Policy that routes a share of the sessions; empty: none."""
-    canary_share: Share = 0.0
-    """Share of the sessions for the canary, 0 to 1; a session stays with one policy."""
-    canary_block_s: float = Field(default=0.0, ge=0, le=86_400, allow_inf_nan=False)
-    """Length of a time block, s. If above 0, the canary serves all requests of some blocks instead
-    of a share of the sessions: of every 1 / `canary_share` blocks, one that is drawn at random."""
-    canary_seed: int = Field(default=0, ge=0, lt=2**63)
-    """Seed of the draw of blocks."""
-    canary_until: float = Field(default=0.0, ge=0, le=1e12, allow_inf_nan=False)
-    """Unix time at which the canary ends by itself, s; 0: it does not."""
-    shadow: str = ""
-    """Policy whose decisions are logged but not used; empty: none."""
-    prefix_learns: PrefixLearns = "sent"
-    """When a prompt enters the prefix index: sent, first_token, or events (as first_token, and
-    every backend must publish KV events). KV events correct the index in any case."""
-
-    @model_validator(mode="after")
-    def _canary_has_both(self) -> Self:
-        if self.canary_share > 0 and not self.canary:
-            raise ValueError("canary_share is given, but no canary")
-        if self.canary_block_s > 0 and not 0 < self.canary_share <= 0.5:
-            raise ValueError("a canary that takes turns has a canary_share above 0, at most 0.5")
-        return self
-
-    @property
-    def turns(self) -> Turns | None:
-        """When the canary has its turns; None: it gets sessions."""
-        if self.canary_block_s <= 0:
-            return None
-        return Turns(self.canary_seed, self.canary_block_s, round(1 / self.canary_share))
 
 
 class _Role(NamedTuple):
@@ -167,8 +110,9 @@ class Chooser:
             self._main = self._role(settings.policy, k.MAIN)
             self._canary = self._role(settings.canary, k.CANARY) if settings.canary else None
             self._shadow = self._role(settings.shadow, k.SHADOW) if settings.shadow else None
-            self.waiting_rules = WaitingRules(cluster, self._main.policy)
-            """What the policy says about requests that wait."""
+            self._waiting_rules = [WaitingRules(cluster, self._main.policy)]
+            if self._canary is not None and self._turns is not None:
+                self._waiting_rules.append(WaitingRules(cluster, self._canary.policy))
         except BaseException:
             cluster.listeners = listeners
             raise
@@ -184,12 +128,24 @@ class Chooser:
         """The policy that decides for all but the canary's share."""
         return self._main.policy
 
+    @property
+    def waiting_rules(self) -> WaitingRules:
+        """What the policy says about requests that wait; that of a canary while it has its turn."""
+        rules = self._waiting_rules
+        return rules[-1] if len(rules) > 1 and self._has_turn() else rules[0]
+
+    def follow_room(self, room_made: Callable[[], None]) -> None:
+        """Call this when there may be room for requests that wait."""
+        for rules in self._waiting_rules:
+            rules.room_made = room_made
+
     def close(self) -> None:
         """Let go of the cluster, so that another chooser can take over."""
         for role in (self._main, self._canary, self._shadow):
             if role is not None:
                 self.cluster.unlisten(role.policy)
-        self.cluster.unlisten(self.waiting_rules)
+        for rules in self._waiting_rules:
+            self.cluster.unlisten(rules)
 
     def resize(self, count: int) -> None:
         """Let policies written in Python start anew if there is another number of replicas."""
@@ -323,17 +279,20 @@ class Chooser:
         share = self.settings.canary_share
         if self._canary is None or share <= 0:
             return self._main
-        if self._turns is not None or self._canary_until < _UNLIMITED:
-            now_s = time.time()
-            if now_s >= self._canary_until:
-                return self._main
-            if self._turns is not None:
-                return self._canary if self._turns.is_candidates(now_s) else self._main
+        if self._turns is not None:
+            return self._canary if self._has_turn() else self._main
+        if self._canary_until < _UNLIMITED and time.time() >= self._canary_until:
+            return self._main
         session = arrival.asked.session
         if session is None:
             session = str(arrival.session.number if arrival.session else arrival.id)
         part = xxhash.xxh3_64_intdigest(session.encode(errors="surrogatepass")) / 2.0**64
         return self._canary if part < share else self._main
+
+    def _has_turn(self) -> bool:
+        """Whether a canary that takes turns has the present block of time."""
+        now_s, turns = time.time(), self._turns
+        return now_s < self._canary_until and turns is not None and turns.is_candidates(now_s)
 
     def _fill(self, role: _Role, arrival: Arrival, cause: int = k.NO_CAUSE) -> None:
         """Write what a decision needs to know of the request into the role's record."""

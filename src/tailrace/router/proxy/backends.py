@@ -207,7 +207,7 @@ class Backends:
         self._follow_room()
 
     def _follow_room(self) -> None:
-        self.chooser.waiting_rules.room_made = lambda: self.room_made()
+        self.chooser.follow_room(lambda: self.room_made())
 
     @property
     def present(self) -> list[Backend]:

@@ -106,15 +106,16 @@ class Connection:
         head = await reader.readuntil(b"\r\n\r\n")
         status = int(head.split(b" ", 2)[1])
         lower = head.lower()
+        answer = b""
         if b"transfer-encoding: chunked" in lower:
             while size := int(await reader.readuntil(b"\r\n"), 16):
-                await reader.readexactly(size + 2)
+                answer = await reader.readexactly(size + 2)
             await reader.readexactly(2)
         else:
             at = lower.index(b"content-length: ") + 16
-            await reader.readexactly(int(lower[at : lower.index(b"\r\n", at)]))
+            answer = await reader.readexactly(int(lower[at : lower.index(b"\r\n", at)]))
         if status != 200:
-            raise SystemExit(f"a request got status {status}")
+            raise SystemExit(f"a request to port {self._port} got {head!r} {answer[:500]!r}")
         return time.perf_counter() - began
 
 
@@ -232,6 +233,10 @@ async def measure(
         result = await compare(rig, one_by_one, requests, 1)
         found["1 KB, 100 tokens streamed"] = result
         print(f"  1 KB, 100 tokens streamed  {_line(result)}", flush=True)
+        for what in ("upstream_cx_protocol_error", "upstream_rq_pending_overflow"):
+            count = sum(picked.stats(f"cluster.picker.{what}").values())
+            if count:
+                raise SystemExit(f"Envoy counts {count} of cluster.picker.{what}")
     return found
 
 

@@ -113,7 +113,8 @@ def own_client(port: int, watches: int, changes: int) -> dict[str, float]:
     from tailrace.router.discovery.settings import KubernetesSettings
 
     async def run() -> dict[str, float]:
-        settings = KubernetesSettings(selector="app=vllm", api_server=f"http://{HOST}:{port}")
+        where = f"http://{HOST}:{port}"
+        settings = KubernetesSettings(selector="app=vllm", port=8000, api_server=where)
         api = KubernetesApi(settings)
         seen = 0
 

@@ -304,8 +304,8 @@ class PickStream:
 
     @property
     def _fairness_id(self) -> str:
-        value = self._head.lower.get(messages.FAIRNESS_ID, b"")
-        return comparable(value.decode("latin-1"))
+        value = self._head.lower.get(messages.FAIRNESS_ID)
+        return comparable(value.decode("latin-1")) if value else ""
 
     def _start(self, body: RequestBody | None) -> None:
         """Pick an endpoint for a request that is complete, or let it wait."""

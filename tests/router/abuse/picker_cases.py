@@ -36,6 +36,8 @@ class Load:
     port: int
     seen: list[tuple[float, float, int]] = field(default_factory=list)
     stopped: bool = False
+    errors: dict[int, bytes] = field(default_factory=dict)
+    """The latest body of each status but 200."""
 
     async def client(self) -> None:
         """Ask without a pause, on a connection of its own each time."""
@@ -57,14 +59,17 @@ class Load:
         try:
             writer.write(request)
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            status, body = int(head.split(b" ", 2)[1]), b""
             if b"transfer-encoding: chunked" in head:
                 while size := int(await reader.readuntil(b"\r\n"), 16):
-                    await reader.readexactly(size + 2)
+                    body = await reader.readexactly(size + 2)
                 await reader.readexactly(2)
             elif b"content-length: " in head:
                 at = head.index(b"content-length: ") + 16
-                await reader.readexactly(int(head[at : head.index(b"\r\n", at)]))
-            return int(head.split(b" ", 2)[1])
+                body = await reader.readexactly(int(head[at : head.index(b"\r\n", at)]))
+            if status != 200:
+                self.errors[status] = body[:120]
+            return status
         finally:
             writer.close()
 
@@ -118,7 +123,7 @@ async def killed_picker(target: Target, fail_open: bool, mode: str, served: bool
         "served_while_away": away[200], "failed_while_away": away.total() - away[200],
         "longest_request_s": longest, "back_after_s": max(0.0, back - restarted),
     }  # fmt: skip
-    assert set(before) == {200}, f"with the picker: {dict(before)}"
+    assert set(before) == {200}, f"with the picker: {dict(before)} {load.errors}"
     assert longest < MOST_S, f"a request took {longest:.1f} s"
     if served:
         assert set(away) == {200}, f"without the picker: {dict(away)}"

@@ -247,3 +247,52 @@ def test_without_a_publisher_the_caches_stay_stale() -> None:
         assert streams.caches.trust_of(0) == ESTIMATED
 
     run(check)
+
+
+def test_a_replay_without_an_answer_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For instance because the connection is cut right after a gap."""
+
+    async def check() -> None:
+        async with reading() as reader:
+            reader.publisher.publish([stored(0)])
+            await reader.until(lambda: reader.stream.messages == 1)
+            asks, ask = 0, reader.streams._ask
+
+            async def once_in_vain(stream: KvStream, start: int) -> list[tuple[int, bytes]] | None:
+                nonlocal asks
+                asks += 1
+                return None if asks == 1 else await ask(stream, start)
+
+            monkeypatch.setattr(reader.streams, "_ask", once_in_vain)
+            reader.publisher.drop = 2
+            for k in range(1, 4):
+                reader.publisher.publish([stored(k)])
+            await reader.until(lambda: asks == 1)
+            await reader.until(lambda: reader.trust == STALE)
+            reader.publisher.publish([stored(4)])
+            await reader.until(lambda: reader.trust == EXACT)
+            assert reader.blocks == {1, 2, 3, 4, 5}
+            assert (reader.stream.gaps, reader.stream.lost) == (1, 0)
+
+    run(check)
+
+
+def test_messages_that_nobody_replays_are_lost_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with reading() as reader:
+            reader.publisher.publish([stored(0)])
+            await reader.until(lambda: reader.stream.messages == 1)
+
+            async def in_vain(stream: KvStream, start: int) -> None:
+                del stream, start
+
+            monkeypatch.setattr(reader.streams, "_ask", in_vain)
+            reader.publisher.drop = 1
+            for k in range(1, 6):
+                reader.publisher.publish([stored(k)])
+            await reader.until(lambda: reader.trust == ESTIMATED)
+            await reader.until(lambda: reader.stream.next_number == 6)
+            assert (reader.stream.gaps, reader.stream.lost) == (1, 1)
+            assert reader.blocks == {5, 6}  # messages 2 and 3 waited for the replay in vain
+
+    run(check)

@@ -20,6 +20,8 @@ from tailrace.router.state.exact_caches import ESTIMATED, STALE, ExactCaches
 #: Time-out of a replay, and pause before a stream that failed is tried again, s.
 REPLAY_S = 5.0
 RETRY_S = 1.0
+#: Requests for a replay in a row without an answer after which the messages count as lost.
+MOST_UNANSWERED = 3
 #: Most bytes of a replay.
 MAX_REPLAY_BYTES = 256 * 2**20
 #: Longest time events are read without a pause for requests, s.
@@ -86,6 +88,8 @@ class KvStream:
     """Messages that came by replay."""
     lost: int = 0
     """Gaps that could not be filled."""
+    unanswered: int = 0
+    """Requests for a replay in a row that got no answer."""
     bad: int = 0
     """Messages that could not be read."""
     connected: bool = False
@@ -182,9 +186,7 @@ class KvStreams:
                 frames = await socket.recv_multipart()
                 async with stream.lock:
                     await self._message(stream, frames)
-                if time.perf_counter() > slice_ends:
-                    await asyncio.sleep(0)
-                    slice_ends = time.perf_counter() + SLICE_S
+                slice_ends = await _pause(slice_ends)
         finally:
             watch.cancel()
             with contextlib.suppress(Exception):
@@ -235,9 +237,14 @@ class KvStreams:
             self.caches.restarted(stream.replica)
         stream.reconnected = False
         if number > stream.next_number:
-            stream.gaps += 1
-            if stream.replay:
-                await self._replay(stream)
+            stream.gaps += not stream.unanswered
+            if stream.replay and not await self._replay(stream):
+                stream.unanswered += 1
+                if stream.unanswered < MOST_UNANSWERED:
+                    # Asked for again with the next message, or when the connection is back.
+                    self.caches.set_trust(stream.replica, STALE)
+                    return
+            stream.unanswered = 0
             if number > stream.next_number:
                 stream.lost += 1
                 self.caches.missed(stream.replica)
@@ -268,24 +275,30 @@ class KvStreams:
                 _log.warning("KV events that cannot be read", extra=why)
             return None
 
-    async def _replay(self, stream: KvStream) -> None:
-        """Ask for the messages from the next one on; what the server no longer has is lost."""
+    async def _replay(self, stream: KvStream) -> bool:
+        """Ask for the messages from the next one on; what the server no longer has is lost.
+
+        False: there was no answer, and nothing has changed.
+        """
         # The latest message is asked for again: a server that does not have it has begun anew.
         known = stream.next_number == 0
         start = 0 if known else stream.next_number - 1
         messages = await self._ask(stream, start)
         if messages is None:
-            return
+            return False
         if not known and (not messages or self._is_other(stream, *messages[0])):
             stream.next_number = 0
             messages = await self._ask(stream, 0)
             if messages is None:
-                return
+                return False
         if stream.next_number == 0 and (not messages or messages[0][0] == 0):
             self.caches.restarted(stream.replica)  # its cache was empty before the first message
+        slice_ends = time.perf_counter() + SLICE_S
         for number, payload in messages:
             self._replayed(stream, number, payload)
+            slice_ends = await _pause(slice_ends)
         self.caches.current(stream.replica)
+        return True
 
     def _is_other(self, stream: KvStream, number: int, payload: bytes) -> bool:
         """Whether a message is not the latest one that was read, but has its number."""
@@ -305,7 +318,9 @@ class KvStreams:
             socket.connect(stream.replay)
             async with asyncio.timeout(REPLAY_S):
                 await socket.send_multipart((b"", start.to_bytes(kv_events.SEQUENCE_BYTES, "big")))
+                slice_ends = time.perf_counter() + SLICE_S
                 while True:
+                    slice_ends = await _pause(slice_ends)
                     *_, sequence, payload = await socket.recv_multipart()
                     if sequence == kv_events.END:
                         return messages
@@ -331,3 +346,11 @@ class KvStreams:
             self.caches.missed(stream.replica)
         stream.replayed += 1
         self._apply(stream, number, batch)
+
+
+async def _pause(slice_ends: float) -> float:
+    """Let requests go on if a slice of time is over; return when the present one ends."""
+    if time.perf_counter() <= slice_ends:
+        return slice_ends
+    await asyncio.sleep(0)
+    return time.perf_counter() + SLICE_S

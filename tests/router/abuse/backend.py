@@ -56,6 +56,10 @@ class Servers:
                 method, path, _ = first.split(" ", 2)
                 pairs = (line.partition(": ") for line in lines)
                 headers = {name.lower(): value for name, _, value in pairs}
+                if headers.get("transfer-encoding") == "chunked":
+                    while size := int(await reader.readuntil(b"\r\n"), 16):
+                        await reader.readexactly(size + 2)
+                    await reader.readexactly(2)
                 left = int(headers.get("content-length", "0"))
                 while left:
                     data = await reader.read(min(left, 262_144))

@@ -239,12 +239,14 @@ class KvStreams:
         if number > stream.next_number:
             stream.gaps += not stream.unanswered
             if stream.replay and not await self._replay(stream):
-                stream.unanswered += 1
+                # Asked for again with the next message, or when the connection is back.
+                stream.unanswered += stream.connected
                 if stream.unanswered < MOST_UNANSWERED:
-                    # Asked for again with the next message, or when the connection is back.
                     self.caches.set_trust(stream.replica, STALE)
                     return
-            stream.unanswered = 0
+                stream.unanswered = 0
+            elif stream.replay and number > stream.next_number:
+                return  # the server does not know it: it was sent before the server began anew
             if number > stream.next_number:
                 stream.lost += 1
                 self.caches.missed(stream.replica)
@@ -280,6 +282,8 @@ class KvStreams:
 
         False: there was no answer, and nothing has changed.
         """
+        if not stream.connected:
+            return False  # nobody would answer
         # The latest message is asked for again: a server that does not have it has begun anew.
         known = stream.next_number == 0
         start = 0 if known else stream.next_number - 1
@@ -298,6 +302,7 @@ class KvStreams:
             self._replayed(stream, number, payload)
             slice_ends = await _pause(slice_ends)
         self.caches.current(stream.replica)
+        stream.unanswered = 0
         return True
 
     def _is_other(self, stream: KvStream, number: int, payload: bytes) -> bool:

@@ -320,3 +320,25 @@ def test_what_a_server_sent_before_it_began_anew_is_left_out() -> None:
             assert reader.stream.lost == 0
 
     run(check)
+
+
+def test_what_was_replayed_after_a_cut_may_come_again() -> None:
+    """A message that waited to be read while the connection was cut, and was replayed as well."""
+
+    async def check() -> None:
+        async with reading() as reader:
+            for k in range(3):
+                reader.publisher.publish([stored(k)])
+            await reader.until(lambda: reader.stream.messages == 3)
+            reader.publisher.cut()
+            await reader.until(lambda: reader.trust == STALE)
+            reader.publisher.publish([stored(3)])
+            reader.publisher.open()
+            await reader.until(lambda: reader.trust == EXACT)
+            number, payload = reader.publisher._kept[1]
+            before = reader.stream.replayed
+            await reader.streams._message(reader.stream, [b"", number.to_bytes(8, "big"), payload])
+            assert reader.stream.replayed == before
+            assert reader.blocks == {1, 2, 3, 4}
+
+    run(check)

@@ -302,7 +302,7 @@ class KvStreams:
             self._replayed(stream, number, payload)
             slice_ends = await _pause(slice_ends)
         self.caches.current(stream.replica)
-        stream.unanswered = 0
+        stream.unanswered, stream.reconnected = 0, False
         return True
 
     def _is_other(self, stream: KvStream, number: int, payload: bytes) -> bool:

@@ -1,8 +1,9 @@
 """Reads a Kubernetes API: lists objects, then watches for changes.
 
 The official client needs a thread for each watch, 50 MB and five times the CPU time per change
-(benchmarks/bench_watch.py); this is the one part of it that is needed here. A watch goes on from the version of the last object or bookmark. When the API no longer
-knows that version (410), everything is listed again.
+(benchmarks/bench_watch.py); this is the one part of it that is needed here. A watch goes on from
+the version of the last object or bookmark. When the API no longer knows that version (410),
+everything is listed again.
 """
 
 import asyncio

@@ -106,7 +106,7 @@ def test_a_log_that_vanishes_meanwhile_is_no_reason_to_end(
 @pytest.mark.usefixtures("known")
 def test_suggesting_posts_nothing(folder: Path, tmp_path: Path) -> None:
     router, file = Router(), tmp_path / "autopilot.json"
-    flown(folder, file, router, mode="suggest").round()
+    assert flown(folder, file, router, mode="suggest").round()
     assert router.posted == []
     assert "suggests load_aware" in json.loads(file.read_text())["says"]
 
@@ -114,7 +114,7 @@ def test_suggesting_posts_nothing(folder: Path, tmp_path: Path) -> None:
 def test_what_goes_wrong_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "autopilot.json"
     pilot = flown(tmp_path / "nothing", file, Router(), mode="act")
-    pilot.round()
+    assert not pilot.round()
     assert json.loads(file.read_text())["says"].startswith("waiting: ")
 
     def gone(path: str) -> Any:

@@ -20,7 +20,7 @@ from tailrace.router.observe import logs
 from tailrace.router.process import return_memory
 from tailrace.router.settings import AutopilotSettings
 
-#: Share of a core that rounds may take, but for the first.
+#: Share of a core that rounds may take, but for the first that simulates.
 MOST_LOAD = 0.2
 #: Most memory, bytes of address space; compiled code and libraries take most of what it uses.
 MOST_MEMORY = 6 << 30
@@ -40,15 +40,17 @@ def main() -> None:
     trusted = Path(told["certificate"]) if told["certificate"] else None
     tls = TlsFiles(settings.certificate, settings.key, trusted)
     pilot = Pilot(orders, AdminClient(AdminAccess(told["admin"], told["token_env"], tls)))
-    pause_s, has_compiled = FIRST_PAUSE_S, False
+    pause_s, has_begun = FIRST_PAUSE_S, False
     while not _ended(pause_s):
         began, used_s = time.monotonic(), time.process_time()
-        pilot.round()
+        has_simulated = pilot.round()
         return_memory()
         took_s, used_s = time.monotonic() - began, time.process_time() - used_s
-        # On a busy machine a round takes long without taking much. The first one compiles.
-        least_s = used_s / MOST_LOAD if has_compiled else 0.0
-        pause_s, has_compiled = max(settings.every_s - took_s, least_s - took_s, 0.0), True
+        # On a busy machine a round takes long without taking much. The first one that simulates
+        # compiles and fits.
+        least_s = used_s / MOST_LOAD if has_begun else 0.0
+        pause_s = max(settings.every_s - took_s, least_s - took_s, 0.0)
+        has_begun = has_begun or has_simulated
 
 
 def _ended(pause_s: float) -> bool:

@@ -70,8 +70,8 @@ class Pilot:
         self._shown: dict[str, Any] = {"mode": orders.settings.mode}  # of the last round
         self._applied: dict[str, Any] | None = None  # roles; None: not known after a start
 
-    def round(self) -> None:
-        """Do all of it once; what goes wrong is noted."""
+    def round(self) -> bool:
+        """Do all of it once; what goes wrong is noted. Return whether anything was simulated."""
         settings, now = self._orders.settings, self._clock()
         shown: dict[str, Any] = {"mode": settings.mode, "at": now}
         before = self.state.steps
@@ -87,6 +87,7 @@ class Pilot:
         shown["took_s"] = self._clock() - now
         self._shown = shown
         save(self._orders.file, self.state, shown)
+        return "prospects" in shown
 
     def _fly(self, now: float) -> dict[str, Any]:
         settings = self._orders.settings

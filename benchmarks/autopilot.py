@@ -165,7 +165,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--equal", type=int, default=50, help="runs of each case of equal policies")
-    parser.add_argument("--other", type=int, default=20, help="runs of each other case")
+    parser.add_argument("--other", type=int, default=10, help="runs of each other case")
     parser.add_argument("--tuning", action="store_true", help="on tuning seeds; nothing is kept")
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args()

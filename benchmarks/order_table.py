@@ -273,7 +273,11 @@ def goals(
 def markdown(found: dict[str, Any]) -> str:
     """Return the tables of docs/order.md."""
     summary, rows, forms = found["summary"], found["scenarios"], found["forms"]
+    best = summary["best_rule"]
     lines = [
+        f"{len(found['evaluation_seeds'])} evaluation seeds, {found['requests']} requests per run. The "
+        f"best rule alone is `{best['plain']}`, the best with a tuned order `{best['order']}`.",
+        "",
         "| placed by | order | cost | P99 TTFT | keeping P99 | cost | P99 TTFT | queue | both |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
@@ -322,12 +326,20 @@ def markdown(found: dict[str, Any]) -> str:
     ]
     tight, whole = (summary["hindsight"][part] for part in ("missing_targets", "all"))
     lines += [f"| {name} | {tight[name]:.3f} | {whole[name]:.3f} |" for name in tight]
+    for kind in kinds:
+        costs = (
+            against(
+                {n: rows[n] for n in names}, forms[SUBJECT][kind], summary["best_rule"]["plain"]
+            )
+            for names in (summary["missing_targets"], rows)
+        )
+        figures = " | ".join(f"{one['cost']:.3f}" for one in costs)
+        lines.append(f"| `{SUBJECT}`, {titles[kind]}: no hindsight | {figures} |")
     lines += [
         "",
         "| scenario | policy | cost, s | missed | P99 TTFT, s | longest, s | requests/s | hits |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    best = summary["best_rule"]
     shown = [best["plain"], best["order"], *(forms[SUBJECT][kind] for kind in kinds)]
     for scenario, by_policy in rows.items():
         for policy in dict.fromkeys(shown):
@@ -341,6 +353,15 @@ def markdown(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def put_in(page: Path, text: str) -> None:
+    """Put tables into a page, between ``<!-- order -->`` and ``<!-- end -->``."""
+    before, begin, rest = page.read_text().partition("<!-- order -->\n")
+    if not begin:
+        raise SystemExit(f"{page} has no line <!-- order -->")
+    end = "<!-- end -->"
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
 def main() -> None:
     """Make the table and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -350,7 +371,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="evaluation seeds")
     parser.add_argument("--markdown", action="store_true", help="print tables instead of JSON")
     parser.add_argument("-o", "--out", type=Path, help="write it to a file too")
+    parser.add_argument("--read", type=Path, help="take the figures of such a file")
+    parser.add_argument("--page", type=Path, help="put the tables into this page")
     options = parser.parse_args()
+    if options.read:
+        text = markdown(json.loads(options.read.read_text()))
+        if options.page:
+            put_in(options.page, text)
+        else:
+            print(text)
+        return
     kept = json.loads(options.kept.read_text())["rules"] if options.kept else {}
     for found in tables(options.folder, options.requests, options.seeds, kept):
         if options.out:

@@ -3,7 +3,7 @@
 Each policy decides for a stream of requests with 1 KB bodies that share a system prompt, on a busy
 cluster. ``decide`` is the decision alone, ``all`` everything the router's state costs per request:
 reading the body, arrival, decision, sending, first token and end. With 1 000 requests that wait at
-the router by the policy's queue, a decision is made when one ends: who goes next, and where to. An
+the router by the policy's queue, a decision is made when one ends: who goes next, and where to; an
 arrival joins those that wait. The look-ahead cannot run live:
 it and the learned policy choose in the same simulated states for comparison. Wall-clock time counts
 what else the machine does, ``cpu`` only this thread.
@@ -111,6 +111,18 @@ def live(policy: str, replicas: int, decisions: int) -> dict[str, Any]:
     }
 
 
+class NoEvents:
+    """An event sink that does not count."""
+
+    def decided(self, decision: Any) -> None:
+        """Nothing."""
+
+    def request_done(self, *about: Any) -> None:
+        """Nothing."""
+
+    retried = shed = request_done
+
+
 def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str, Any]:
     """Measure arrivals and decisions while ``queued`` requests wait, in front of replicas."""
     settings = ServeSettings.model_validate(
@@ -121,7 +133,7 @@ def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str
             "admin": {"listen": "off"},
         }
     )
-    router = Router(settings)
+    router = Router(settings, events=NoEvents())
     intake, running = router.intake, deque[RoutedRequest]()
     arrive, decide = Clock(), Clock()
 
@@ -146,15 +158,23 @@ def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str
         attempt.usage(250, 100, None)
         request._finish("done", 200)  # which sends the next one
 
+    def pumped(*given: float) -> None:
+        """Time the queue's part, if it sends somebody."""
+        before, clock = len(running), Clock()
+        clock.call(lambda: pump(*given))
+        if len(running) > before:
+            decide.wall += clock.wall
+            decide.cpu += clock.cpu
+
+    pump, intake.queue.pump = intake.queue.pump, pumped  # type: ignore[method-assign]
     for i in range(queued + IN_FLIGHT * replicas):
         arrival(i)
     assert len(intake.queue) == queued
-    arrive = Clock()
+    arrive, decide = Clock(), Clock()
     for i in range(decisions):
-        before = len(running)
-        decide.call(lambda: end(running.popleft()))
-        assert len(running) == before
+        end(running.popleft())
         arrival(10**6 + i)
+    assert len(decide.wall) == decisions
     return {
         "policy": policy,
         "replicas": replicas,

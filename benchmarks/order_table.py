@@ -275,8 +275,8 @@ def markdown(found: dict[str, Any]) -> str:
     summary, rows, forms = found["summary"], found["scenarios"], found["forms"]
     best = summary["best_rule"]
     lines = [
-        f"{len(found['evaluation_seeds'])} evaluation seeds, {found['requests']} requests per run. The "
-        f"best rule alone is `{best['plain']}`, the best with a tuned order `{best['order']}`.",
+        f"{len(found['evaluation_seeds'])} evaluation seeds, {found['requests']} requests per run.",
+        f"The best rule alone is `{best['plain']}`, the best with tuned order `{best['order']}`.",
         "",
         "| placed by | order | cost | P99 TTFT | keeping P99 | cost | P99 TTFT | queue | both |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -8,14 +8,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.clusters import Clock, chat, new_cluster, send
+from router.clusters import Clock, backends, chat, new_chooser, new_cluster, send
 from router.conftest import quiet_settings
+from tailrace.config import Replica
 from tailrace.policy import registry
 from tailrace.queueing.fair_queue import OVERTAKES
 from tailrace.router.app import Router
 from tailrace.router.decide.waiting_rules import WaitingRules
+from tailrace.router.discovery.settings import DiscoverySettings
 from tailrace.router.intake.request_body import read_request
 from tailrace.router.proxy.routed_request import RoutedRequest
+from tailrace.router.state.cluster import ClusterState
+from tailrace.router.state.shared_state import new_shared_state
 
 REPLICAS = 3
 SECONDS = st.sampled_from([0.0, 0.01, 0.3, 2.0])
@@ -284,3 +288,25 @@ def test_what_servers_have_cached_that_cannot_take_it_does_not_count() -> None:
     assert rules.key(known) < new
     assert rules.key(known, {1}) == rules.key(known)
     assert rules.key(known, {0}) == new
+
+
+@pytest.mark.parametrize(("workers", "members"), [(1, 0), (2, 0), (1, 2)])
+def test_who_had_no_room_has_some_again_whoever_else_sends_requests(
+    workers: int, members: int
+) -> None:
+    """Also with other workers, and with routers on other machines."""
+    given = backends(Replica(), Replica())
+    view = new_shared_state(given, workers, DiscoverySettings(), members).of(0)
+    cluster = ClusterState(given, Clock(), worker_view=view)
+    chooser = new_chooser(cluster, "least_outstanding+queue:max_in_flight=1")
+    rules = chooser.waiting_rules
+    first = send(cluster, chat("a"), 0)
+    assert chooser.choose(cluster.arrive(chat("b")), {0}).replica == 1  # sees what is sent
+    assert rules.full() == {0}
+    second = send(cluster, chat("b"), 1)
+    assert chooser.choose(cluster.arrive(chat("c")), {0, 1}) is None
+    assert rules.full() == {0, 1}
+    for attempt in (first, second):
+        attempt.close("done")
+    chooser.choose(cluster.arrive(chat("c")), {0, 1})
+    assert rules.full() == set()

@@ -46,7 +46,7 @@ class WaitingRules(Policy):
         if self.holding is None:
             return _NONE
         own, seen = self._cluster.replicas, self._cluster.seen
-        if self._cluster.worker_view.shared.workers > 1:
+        if not self._cluster.worker_view.shared.alone:
             # As of this worker's last decision, which hid some replicas.
             seen = seen.copy()
             seen["available"] = own["available"]

@@ -320,6 +320,10 @@ class Backends:
         rules = self.chooser.waiting_rules
         if rules.holding is not None and not overdue:
             ineligible = ineligible | rules.full()
+            # It happens at each end and first token while requests wait. With other workers or
+            # routers the chooser must be asked all the same: it looks at what they have sent.
+            if len(ineligible) >= len(self.all) and self.cluster.worker_view.shared.alone:
+                return None
         excluded: Set[int] = self.full
         if ineligible:
             excluded = excluded | ineligible

@@ -405,8 +405,10 @@ SHOWN_VARIANTS = {
     "gae": "`ppo`, advantage `gae`",
     "branching": "`ppo`, advantage `branching`",
     "original reward": "`ppo`, the original's reward",
+    "original reward gae": "`ppo`, the original's reward, advantage `gae`",
     "modest lookahead": "branches from 4 000 labels of the look-ahead",
     "small lookahead": "groups from 1 200 labels of the look-ahead",
+    "lookahead branching": "branches from 12 000 labels of the look-ahead",
     "scratch": "`ppo-scratch`",
 }
 #: At these loads hardly anything can be won (``headroom``).

@@ -67,7 +67,7 @@ class ServedCosts:
         """Return whether a policy decided [R]."""
         name = registry.get(policy).name
         number = self.policies.index(name) if name in self.policies else -1
-        return self.policy == number
+        return np.asarray(self.policy == number, np.bool_)
 
 
 def _cost(e2e_s: float, ttft_s: float, data: dict[str, Any], *, lost: bool) -> float:

@@ -196,7 +196,8 @@ class TuningObjective:
         """Mean cost and P99 TTFT over the seeds of each scenario [S, C, 2]."""
         tasks = [CostTask(traffic, make, candidates) for traffic in self._traffics]
         found = np.array(list(self._pool.map(costs_and_tails, tasks)))
-        return np.einsum("st,tcf->scf", self._mean, found)
+        means: Array = np.einsum("st,tcf->scf", self._mean, found)
+        return means
 
     def scores(self, make: Maker, candidates: Array) -> Array:
         """Return the scores of candidates [C, d]; 1: as good as the reference, lower is better."""

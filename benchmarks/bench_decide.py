@@ -11,6 +11,7 @@ what else the machine does, ``cpu`` only this thread.
 
 import argparse
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -158,10 +159,10 @@ def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str
         attempt.usage(250, 100, None)
         request._finish("done", 200)  # which sends the next one
 
-    def pumped(*given: float) -> None:
+    def pumped(now: float, max_wait_s: float = math.inf) -> None:
         """Time the queue's part, if it sends somebody."""
         before, clock = len(running), Clock()
-        clock.call(lambda: pump(*given))
+        clock.call(lambda: pump(now, max_wait_s))
         if len(running) > before:
             decide.wall += clock.wall
             decide.cpu += clock.cpu

@@ -196,7 +196,7 @@ class Pilot:
         outcomes = window.recorded.outcomes
         longest_s = float(np.quantile(outcomes["last_s"] - outcomes["arrived_s"], 0.99))
         end_s = min(now, float(np.max(window.arrived_s))) - max(turns.block_s, 3 * longest_s)
-        judged_s = turns.cycle_s * (max(state.cycles, default=0) + 1)
+        judged_s = turns.cycle_s * (max(state.cycles or (), default=0) + 1)
         begin_s = max(state.since, judged_s, now - settings.window_s)
         served = ServedCosts.read(self._orders.folder, begin_s)
         found = cycles_of(

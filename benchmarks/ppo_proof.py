@@ -446,7 +446,8 @@ def against_clones(told: Mapping[str, Any], count: int) -> str:
         if name in LIGHT:
             continue
         entries = told["worlds"]["sim"].get(name, {"policies": {}})["policies"]
-        for variant, clone in CLONE_OF.items():
+        for variant in ("ppo", "modest lookahead"):
+            clone = CLONE_OF[variant]
             for seed in range(count):
                 found = entries.get(f"{variant}-{seed}-best", {"against": {}})["against"]
                 if f"{clone}-{seed}-clone" in found:

@@ -76,7 +76,7 @@ def test_a_policy_with_an_order_decides_as_without():
         ("load_aware+order:w=nan", "from 0 to 1e6"),
         ("load_aware+order:w", "'=' is missing"),
         ("nothing+order:w=1", "nothing"),
-        ("load_aware+order:tuned", "tuned"),
+        ("round_robin+order:tuned", "tuned"),
     ],
 )
 def test_a_bad_order_is_named(name, why):

@@ -356,9 +356,11 @@ class ClusterState(ReplicaRecords):
         if self.index_later and output >= 0 and not entry.answering:
             self._index(entry, now)
         if entry.lesson is not None and output > 1:
-            if not entry.answering:  # it did not stream, and ended sooner than predicted
-                server_model.prefilled(self.models[r], entry.prompt_tokens, entry.cached)
             believed, counted = _prompt_counts(entry)
+            if not entry.answering:  # it did not stream, and ended sooner than predicted
+                uncached, cached = believed
+                self.models["prefilled"][r] += uncached
+                self.models["prefill_work"][r] += uncached * (cached + 0.5 * uncached)
             server_model.ended(
                 self._all_models, self._all_views, self.costs, self.worker_view.worker, r,
                 entry.lesson, now, output, believed, counted,

@@ -222,7 +222,7 @@ class Pilot:
         if roles["given_by"] == "admin" or (not wanted and roles["given_by"] == "settings"):
             self._applied = {}
         elif wanted != self._applied:
-            # What was decided is on disk first: whoever goes on from there knows of these roles.
+            # Written before the roles change, so that a pilot started after a crash knows of them.
             said = {"says": self.state.steps[-1].what} if self.state.steps else {}
             save(self._orders.file, self.state, self._shown | said)
             self._admin.post("/autopilot/routing", wanted)

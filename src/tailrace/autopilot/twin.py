@@ -29,7 +29,7 @@ FITTED_REQUESTS = 1000
 #: Best policies that are also tried with order and with a queue, and with which.
 WITH_ORDER = 3
 ORDER, QUEUE = registry.ORDER_SUFFIX, registry.QUEUE_SUFFIX + ":max_queued=4,w=100"
-#: What there is to gain at most is measured with this rule on so many requests: it takes
+#: Rule that shows how much could be gained, and the most requests it replays: it takes
 #: milliseconds per decision.
 LOOK_AHEAD, LOOK_AHEAD_REQUESTS = "lookahead", 3000
 

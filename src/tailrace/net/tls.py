@@ -165,8 +165,8 @@ def client_context(files: TlsFiles = TlsFiles()) -> ssl.SSLContext:  # noqa: B00
 def pinned_context(files: TlsFiles) -> ssl.SSLContext:
     """Return the context for connections to a listener of this machine whose certificate is known.
 
-    ``ca``: that certificate. It need not be for the address that is used, so only it is accepted
-    (or what is signed by one that follows it in the file), whoever has signed it.
+    ``ca``: that certificate. The address is not checked, so nothing else is accepted, except
+    certificates signed by one that follows it in the file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2

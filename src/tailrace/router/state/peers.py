@@ -1,7 +1,7 @@
 """State of workers on other machines: told in messages, kept in rows like those of workers here.
 
 Each worker tells the others what has changed in its ledger, prefix index and conversations, about a
-hundred times a second (:meth:`Peers.collect`), and enters what it is told (:meth:`Peers.apply`).
+hundred times a second (:meth:`Peers.collect`), and applies what it hears (:meth:`Peers.apply`).
 Messages are numbered: a worker that misses one, or has just come, asks for a snapshot. A worker
 that is silent is forgotten after a while. Messages contain no clock time, only how long ago
 something was, so clocks need not agree. How they travel is not decided here.
@@ -40,7 +40,7 @@ BEAT_S = 0.25
 FORMAT = xxhash.xxh3_64_intdigest(repr((REPLICA_VIEW.descr, ROUTER.descr, 1)).encode()) >> 32
 
 _TIMES = ("oldest_sent", "recent_at", "metrics_at")
-#: Change with every decision for all replicas; they are told now and then, with the signs of life.
+#: These change with every decision, for all replicas, so they are sent only with heartbeats.
 _AVERAGES = ("streamed", "recent_tokens", "recent_in_flight")
 
 
@@ -102,7 +102,7 @@ class Peers:
         self._sessions = sessions
         self._attempt: NDArray[np.void] = np.zeros(1, kernels.ATTEMPT)
 
-    # What is told.
+    # Sending.
 
     def collect(self, now: float) -> list[bytes]:
         """Return the messages to send at ``now`` (s)."""
@@ -211,7 +211,7 @@ class Peers:
         mine = whom is None or tuple(whom) == (self._router, self._worker)
         if mine and now - self._snapshot_at >= SNAPSHOT_EVERY_S:
             self._snapshot_at = now
-            self._told = np.zeros(0, REPLICA_VIEW)  # all rows are told again
+            self._told = np.zeros(0, REPLICA_VIEW)  # so that all rows are sent again
             self._begin_snapshot()
 
     def _enter(

@@ -9,9 +9,10 @@ from tailrace.cli import evaluate as cli_evaluate
 from tailrace.evaluate.judge import baselines
 from tailrace.evaluate.measure import cells
 from tailrace.evaluate.search import linear
-from tailrace.policy import shipped
+from tailrace.policy import registry, shipped
 from tailrace.policy.learned import checkpoint
 from tailrace.seeds import Purpose, purpose_of
+from tailrace.view.ordering import Order
 
 pytestmark = pytest.mark.compiled
 
@@ -193,6 +194,19 @@ def test_what_is_tuned_about_an_order_or_a_queue_is_a_policy(run_json, tmp_path)
     compare = ("compare", "--scenario", "mine.toml", "-p", specs[0], "-p", specs[1])
     entries = run_json(*compare, "--seeds", 1, "--requests", 60, "--jobs", 1)["entries"]
     assert {*specs, "least_outstanding"} == {entry["policy"] for entry in entries}
+
+
+def test_a_trained_policy_is_written_with_its_tuned_order(run_json, run, tmp_path):
+    (tmp_path / "mine.toml").write_text(MINE)
+    args = ("--scenario", "mine.toml", "--seeds", 1, "--requests", 60, "--budget", 4, "--jobs", 1)
+    out = tmp_path / "mine.tailrace"
+    found = run_json("tune", "linear_es+order", *args, "-o", out)["rules"]["linear_es+order"]
+    made = registry.get(str(out))
+    assert made.own_order == Order.of(found["constants"])
+    assert registry.get(f"{out}+order").name == f"mine{made.own_order.suffix}"
+    for names in (["load_aware+order"], ["linear_es+queue"], ["linear_es+order", "lmetric+order"]):
+        answer = run("tune", *names, *args, "-o", out, code=2)
+        assert "one trained policy with its order" in answer.stderr
 
 
 def test_shipped_baselines_can_be_used():

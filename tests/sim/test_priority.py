@@ -9,7 +9,10 @@ from odd_cases import assert_same, longest, small_clusters, small_tables
 from reference_runs import replica_of, table_of
 from tailrace.config import Cluster, Engine, Event, Replica, Scenario, parse
 from tailrace.errors import TailraceError
+from tailrace.policy import registry
+from tailrace.policy.base import Policy
 from tailrace.sim.simulator import Simulation, simulate
+from tailrace.view.ordering import Order
 from tailrace.workload import library
 
 REFERENCE = Engine(engine="reference")
@@ -123,6 +126,34 @@ def test_agrees_with_the_reference_engine_on_odd_cases(table, cluster, policy, d
     events = (Event(at_s=0.3, replica=0, kind="die"), Event(at_s=0.9, replica=0, kind="return"))
     common = {"seed": 1, "events": events if die else ()}
     assert_same(*(simulate(cluster, table, policy, engine=e, **common) for e in (REFERENCE, EXACT)))
+
+
+class Ordering(Policy):
+    """Sends everything to the first replica, and has an order of its own."""
+
+    name = "ordering"
+    own_order = Order(w=40)
+
+    def scores(self, view):
+        return np.arange(len(view.replicas), dtype=float)
+
+
+@BOTH
+def test_a_policys_own_order_counts_only_on_servers_that_go_by_priority(engine):
+    table = mixed("chat", 60, 30.0, seed=2)
+
+    def starts(policy, **settings):
+        cluster = Cluster(replicas=(Replica(count=2, batch_cap=4, **settings),))
+        return simulate(cluster, table, policy, engine=engine).requests["scheduled_s"].tolist()
+
+    own, plain = Ordering(), Ordering()
+    plain.own_order = None
+    asked = registry.with_order(plain, Ordering.own_order)
+    by_priority = {"scheduling_policy": "priority"}
+    for settings in ({}, {"scheduling_policy": "fcfs"}):
+        assert starts(own, **settings) == starts(plain, **settings)
+    assert starts(own, **by_priority) == starts(asked) == starts(asked, **by_priority)
+    assert starts(own, **by_priority) != starts(own)
 
 
 def mixed(workload, count, rate, seed):

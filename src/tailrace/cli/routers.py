@@ -178,14 +178,18 @@ def _serve(
 
 
 async def _check_priorities(router: "RouterCore", failing: "set[Backend]") -> None:
-    """Say which backends take priorities, if the policy orders requests."""
-    from tailrace.policy.base import order_of
+    """Say which backends take priorities, if the policy orders requests.
+
+    A policy's own order concerns only the backends that are said to serve by priority.
+    """
+    from tailrace.policy.base import asked_order, order_of
     from tailrace.router.proxy.priority_probe import accepts_priorities
 
-    if order_of(router.backends.chooser.policy) is None:
+    policy = router.backends.chooser.policy
+    if order_of(policy) is None:
         return
     for backend in router.backends.present:
-        if backend in failing:
+        if backend in failing or (asked_order(policy) is None and not backend.takes_priorities):
             continue
         accepted, why = await accepts_priorities(backend)
         name, told = backend.label, backend.takes_priorities

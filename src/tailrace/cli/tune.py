@@ -13,6 +13,7 @@ from tailrace.errors import TailraceError, unknown_name
 if TYPE_CHECKING:
     from tailrace.evaluate.measure.cells import Traffic
     from tailrace.evaluate.search.tune import Tuned
+    from tailrace.policy.learned.policy import LearnedPolicy
 
 
 @options.command("tune")
@@ -51,7 +52,8 @@ if TYPE_CHECKING:
 @option(
     "-o", "--out", "--output", "output", type=FILE, section=OUTPUT,
     help="Write there: constants to a .json (rules in it that are not tuned now stay), linear_es "
-    "or predict_greedy to a .tailrace.",
+    "or predict_greedy to a .tailrace. A trained policy with +order may go to a .tailrace: the "
+    "policy with its own order.",
 )  # fmt: skip
 @option(
     "--write-shipped", is_flag=True, hidden=True,
@@ -72,6 +74,8 @@ def command(
     from tailrace.evaluate.search.tune import KNOBS, tunable
     from tailrace.files import check_target
     from tailrace.policy import registry, shipped
+    from tailrace.policy.learned import checkpoint
+    from tailrace.view.ordering import Order
 
     for name in targets:
         base, suffix = registry.split_order(name)
@@ -87,15 +91,36 @@ def command(
         output = shipped.TUNED_FILE
         if learning:
             output = shipped.FOLDER / f"{learning[0]}.tailrace"
+    policy = None
+    if output is not None and output.suffix == ".tailrace" and not learning:
+        policy = _to_be_ordered(targets)
     if output is not None:
-        check_target(output, (".tailrace",) if learning else (".json",))
+        check_target(output, (".tailrace",) if learning or policy else (".json",))
     if learning:
         _tune_learning(learning[0], output, **given)
     else:
-        _tune_rules(targets or tuple(KNOBS), output, **given)
+        kept = None if policy else output
+        found = _tune_rules(targets or tuple(KNOBS), kept, **given)
+        if policy is not None and output is not None:
+            checkpoint.save_with_order(output, policy, Order.of(found[targets[0]].constants))
         documented = shipped.FOLDER.parents[2] / "docs" / "results" / shipped.TUNED_FILE.name
         if write_shipped and documented.parent.is_dir():
             documented.write_bytes(shipped.TUNED_FILE.read_bytes())
+
+
+def _to_be_ordered(targets: Sequence[str]) -> "LearnedPolicy":
+    """Return the trained policy whose order is tuned, or say that there is none."""
+    from tailrace.policy import registry
+    from tailrace.policy.learned.policy import LearnedPolicy
+
+    base, suffix = registry.split_order(targets[0]) if len(targets) == 1 else ("", "")
+    policy = registry.get(base) if suffix == registry.ORDER_SUFFIX else None
+    if not isinstance(policy, LearnedPolicy):
+        raise TailraceError(
+            "a .tailrace file is for one trained policy with its order: POLICY.tailrace+order; "
+            "name a .json for constants"
+        )
+    return policy
 
 
 def _traffics(
@@ -113,7 +138,7 @@ def _tune_rules(
     targets: Sequence[str], output: Path | None, *, suite: str,
     scenario_names: Sequence[str], seed_count: int, requests: int, budget: int, jobs: int | None,
     keep_tail: bool, **_: Any,
-) -> None:  # fmt: skip
+) -> "dict[str, Tuned]":  # fmt: skip
     from tailrace.evaluate.judge.suite import TUNE_FROM
     from tailrace.evaluate.search.tune import TuningObjective, tune_rule
     from tailrace.evaluate.search.tuned import merge, record_of
@@ -145,6 +170,7 @@ def _tune_rules(
     ]
     headings = ("rule", "score", "tuned", "policy")
     console.show({"rules": records}, lambda screen: print_listing(screen, headings, rows))
+    return found
 
 
 def _tune_learning(

@@ -31,7 +31,10 @@ class Policy:
     lowest_id_wins: bool = False
     """Break ties by the lowest replica number instead of at random."""
     order: Order | None = None
-    """Order in which servers should serve (view/ordering.py); None: as they come."""
+    """Order in which servers should serve (view/ordering.py); None: as they come. Simulated servers
+    that leave it open (``scheduling_policy = "auto"``) then serve by priority."""
+    own_order: Order | None = None
+    """Order for servers that serve by priority anyway, unless ``order`` is set."""
     holding: Holding | None = None
     """When requests wait at the router (view/holding.py); None: they never do."""
 
@@ -164,9 +167,14 @@ def checked_scores(policy: Policy, view: View) -> NDArray[np.float64]:
     return out
 
 
-def order_of(policy: Policy) -> Order | None:
-    """Return the order a policy wants; policies written by users may lack the field."""
+def asked_order(policy: Policy) -> Order | None:
+    """Return the order that was asked for (``+order``); users' policies may lack the field."""
     return getattr(policy, "order", None)
+
+
+def order_of(policy: Policy) -> Order | None:
+    """Return the order of a policy for servers that serve by priority; None: it has none."""
+    return asked_order(policy) or getattr(policy, "own_order", None)
 
 
 def holding_of(policy: Policy) -> Holding | None:

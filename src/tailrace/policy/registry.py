@@ -8,7 +8,8 @@ file (``my_rule.py``, ``my_rule.py:MyPolicy``), something importable
 package.
 
 Behind any of them, ``+order`` has the router attach a priority to each request, for servers that
-serve by priority (view/ordering.py): ``linear_es+order:w=10``. ``+queue`` lets requests wait at the
+serve by priority (view/ordering.py): ``linear_es+order:w=10``; without weights, by the policy's own
+order if its file has one. ``+queue`` lets requests wait at the
 router while no replica has room (view/holding.py): ``linear_es+queue:max_in_flight=8,order=wspt``.
 """
 
@@ -57,6 +58,9 @@ def get(name: str, **params: Any) -> Policy:
     if suffix:
         policy = get(base, **params)
         if suffix.startswith(ORDER_SUFFIX):
+            own = getattr(policy, "own_order", None)
+            if suffix == ORDER_SUFFIX and own is not None:
+                return with_order(policy, own)
             return with_order(policy, Order.of(_weights(base, ORDER_SUFFIX, suffix)))
         return with_queue(policy, Holding.of(_weights(base, QUEUE_SUFFIX, suffix)))
     head, _, tail = name.partition(":")

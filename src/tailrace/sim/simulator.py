@@ -9,7 +9,15 @@ from numpy.typing import NDArray
 from tailrace.config import Cluster, Engine, Event, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
-from tailrace.policy.base import BuiltinPolicy, Policy, call_hook, decide, holding_of, order_of
+from tailrace.policy.base import (
+    BuiltinPolicy,
+    Policy,
+    asked_order,
+    call_hook,
+    decide,
+    holding_of,
+    order_of,
+)
 from tailrace.sim import engine as kernel
 from tailrace.sim.build import build_fleet, build_tables, why_not_compiled
 from tailrace.sim.feasibility import check_cluster, check_requests
@@ -54,7 +62,7 @@ def simulate(
 ) -> SimResult:
     """Route a whole table with one policy; ``progress`` gets the requests settled so far."""
     chosen = registry.get(policy) if isinstance(policy, str) else policy
-    cluster = cluster.served_by(order=order_of(chosen) is not None)
+    cluster = cluster.served_by(order=asked_order(chosen) is not None)
     world: Any = {"router": router, "engine": engine, "events": events, "seed": seed}
     if uses_reference(cluster, engine):
         return ReferenceEngine(cluster, table, **world).run(chosen, record_batches=record_batches)

@@ -10,10 +10,18 @@ from policy.networks import VARIANTS, random_policy, random_tensors, small
 from policy.views import random_view
 from tailrace.errors import TailraceError
 from tailrace.policy.learned import checkpoint
-from tailrace.policy.learned.checkpoint import description, load, read, save, schema
+from tailrace.policy.learned.checkpoint import (
+    description,
+    load,
+    read,
+    save,
+    save_with_order,
+    schema,
+)
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.policy.learned.policy import LearnedPolicy
 from tailrace.policy.registry import get
+from tailrace.view.ordering import Order
 
 TRAINING = {"updates": 3, "preset": "quick"}
 SCORES = {"suite": 0.71}
@@ -65,6 +73,33 @@ def test_a_name_on_the_command_line(tmp_path: Path) -> None:
         get(str(path), weight=1.0)
     with pytest.raises(TailraceError, match=r"there is no policy file .*absent.tailrace"):
         get(str(tmp_path / "absent.tailrace"))
+
+
+def test_an_order_of_its_own_is_kept_and_everything_else_stays(tmp_path: Path) -> None:
+    path, order = saved(tmp_path), Order(w=7.5, most=12)
+    before, plain = path.read_bytes(), load(path)
+    assert plain.own_order is None
+    assert "order" not in plain.about["network"]  # files without an order are as they were
+    save_with_order(path, plain, order)
+    ordered = load(path)
+    assert ordered.own_order == ordered.copy().own_order == order
+    assert ordered.order is None  # nobody asked for it
+    assert ordered.about["training"] == TRAINING
+    for seed in range(5):
+        view = random_view(seed)
+        np.testing.assert_array_equal(ordered.scores(view), plain.scores(view))
+    assert get(f"{path}+order").order == order
+    assert get(f"{path}+order:w=3").order == Order(w=3)
+    save_with_order(path, ordered, None)
+    assert path.read_bytes() == before
+
+
+def test_an_impossible_order_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    about, _ = read(path)
+    rewritten(path, network=about["network"] | {"order": {"w": -1.0}})
+    with pytest.raises(TailraceError, match="w must be a number from 0"):
+        load(path)
 
 
 def test_the_shipped_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from policy.networks import random_policy
 from router.conftest import (
     Backend,
     Clock,
@@ -22,7 +24,9 @@ from router.conftest import (
 from router.emulated import Emulated
 from tailrace.config import Cluster, Replica
 from tailrace.emulate.emulator import Emulator
+from tailrace.policy.learned.checkpoint import save
 from tailrace.router.app import Router
+from tailrace.view.ordering import Order
 
 BY_PRIORITY = {"scheduling_policy": "priority"}
 ORDERED = {"policy": "load_aware+order:w=5"}
@@ -185,6 +189,29 @@ def test_without_an_order_nothing_is_written() -> None:
         async with Serving(both=True, routing={"policy": "load_aware"}) as world:
             await ask(world, request(chat()))
             assert only(world)[1].body == chat()
+
+    run(test())
+
+
+def test_a_policys_own_order_is_for_servers_that_go_by_priorities(tmp_path: Path) -> None:
+    mine, plain = tmp_path / "mine.tailrace", random_policy()
+    save(mine, plain.config.model_copy(update={"order": Order(w=50)}), plain.tensors)
+
+    async def test() -> None:
+        async with Serving(routing={"policy": str(mine), "guard": False}) as world:
+            assert world.router.backends.chooser.waiting_rules.order is None
+            for text in ("short", "long " * 4000) * 6:
+                assert (await ask(world, request(chat(text)))).status == 200
+            first, second = world.backends
+            told = [orjson.loads(one.body) for one in first.seen]
+            # Two prompts, sent in turn: the long one gives way by more than they are apart.
+            short, long = (
+                [d["priority"] for d in told if (len(str(d)) > 999) == is_long]
+                for is_long in (False, True)
+            )
+            assert max(short) < min(long)
+            assert second.seen
+            assert all("priority" not in orjson.loads(one.body) for one in second.seen)
 
     run(test())
 

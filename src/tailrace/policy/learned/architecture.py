@@ -19,6 +19,7 @@ from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.policy.learned.tiles import NARROW, TILE_ROWS
 from tailrace.policy.rules import RULES
+from tailrace.view.ordering import Order
 
 Tensors = Mapping[str, NDArray[np.float32]]
 #: Tensor [features] of a finished policy: the shortlist are the replicas of largest product with
@@ -60,6 +61,9 @@ class NetworkConfig(Settings):
     """Names of features hidden from the network, for ablations."""
     shortlist: int = Field(default=12, ge=2, le=1024)
     """Maximum replicas a finished policy evaluates; of more, a linear sketch preselects."""
+    order: Order | None = None
+    """The policy's own order (weights w, d, most, class_s), for servers that serve by priority. No
+    part of the network; a run that starts from a policy keeps its order."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

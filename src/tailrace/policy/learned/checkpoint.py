@@ -24,6 +24,7 @@ from tailrace.files import atomic_path, check_target
 from tailrace.policy.learned.architecture import SKETCH, NetworkConfig, Tensors
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES, Feature
 from tailrace.policy.learned.policy import LearnedPolicy, check_tensors
+from tailrace.view.ordering import Order
 
 SUFFIX = ".tailrace"
 FORMAT = 1
@@ -61,7 +62,7 @@ def save(
     about = {
         "format": FORMAT,
         "schema": schema(),
-        "network": config.model_dump(mode="json"),
+        "network": _network(config),
         "training": dict(training or {}),
         "seeds": list(seeds),
         "scores": dict(scores or {}),
@@ -72,6 +73,18 @@ def save(
     data = serialise(arrays, description(about, arrays))
     with atomic_path(path) as temporary:
         temporary.write_bytes(data)
+
+
+def save_with_order(path: Path, policy: LearnedPolicy, order: Order | None) -> None:
+    """Write a policy to a file, with an order of its own or, None, without one."""
+    config = policy.config.model_copy(update={"order": order})
+    notes = {name: policy.about[name] for name in ("training", "seeds", "scores")}
+    save(path, config, policy.tensors, **notes)
+
+
+def _network(config: NetworkConfig) -> dict[str, Any]:
+    """Return the settings of a network as JSON; those without an order as before there was one."""
+    return config.model_dump(mode="json", exclude=None if config.order else {"order"})
 
 
 def description(about: Mapping[str, Any], tensors: Tensors) -> dict[str, str]:

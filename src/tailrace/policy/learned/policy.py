@@ -123,6 +123,7 @@ class LearnedPolicy(BuiltinPolicy):
         self.rule = LEARNED
         self.name = name
         self.lowest_id_wins = False
+        self.own_order = config.order
         self.config = config
         self.tensors = dict(tensors)
         self.about = dict(about or {})

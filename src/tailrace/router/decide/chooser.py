@@ -249,20 +249,23 @@ class Chooser:
             chosen, role.policy.name, scores[used].copy(), runner_up,
             phrase(reason, ours, theirs), fell_back, None, 0.0, cached, ttft_s,
         )  # fmt: skip
-        if role.order is not None:
-            decision.priority = self._priority(role.order, arrival, decision, now)
+        decision.order = role.order
         if self._shadow is not None:
             self._ask_shadow(self._shadow, decision)
         return decision
 
-    def _priority(self, order: Order, arrival: Arrival, decision: Decision, now: float) -> int:
-        """Return a priority for the chosen server, by Unix time: the same for all routers."""
+    def priority(self, arrival: Arrival, decision: Decision) -> int:
+        """Return a priority for the chosen server, by Unix time: the same for all routers.
+
+        Only for a decision that has an order.
+        """
+        assert decision.order is not None
         rate = float(self.cluster.seen["prefill_tokens_per_s"][decision.replica])
         work_s = (arrival.prompt_tokens - decision.cached) / max(rate, 1.0)
         asked = arrival.asked
         target_s = DEFAULT_TTFT_SLO_S if asked.ttft_slo_s is None else asked.ttft_slo_s
-        arrived = time.time() - (now - arrival.arrived_at)
-        return priority_number(order, arrived, work_s, target_s, -asked.priority)
+        arrived = time.time() - (self.cluster.clock() - arrival.arrived_at)
+        return priority_number(decision.order, arrived, work_s, target_s, -asked.priority)
 
     def _took_long(self, role: _Role, arrival: Arrival) -> None:
         """Decide again, and let the rule decide if it is the policy that takes so long.

@@ -5,7 +5,7 @@ from collections.abc import Callable, Set
 
 import numpy as np
 
-from tailrace.policy.base import Policy, holding_of, order_of
+from tailrace.policy.base import Policy, asked_order, holding_of
 from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.cluster import ClusterState
 from tailrace.view.holding import holding_row, rooms
@@ -26,7 +26,7 @@ class WaitingRules(Policy):
         self.name = "queue"
         self._cluster = cluster
         self.holding = holding_of(policy)
-        self.order = self.holding.order if self.holding is not None else order_of(policy)
+        self.order = self.holding.order if self.holding is not None else asked_order(policy)
         self.max_wait_s = math.inf if self.holding is None else self.holding.max_wait_s
         """Who has waited that long is sent, room or not."""
         self.room_made: Callable[[], None] = lambda: None

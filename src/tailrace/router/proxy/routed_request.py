@@ -196,8 +196,8 @@ class RoutedRequest:
                 decision.waited_s = backends.cluster.clock() - arrival.arrived_at
                 decision.overtook, decision.overtook_why = queued.overtook, queued.why
                 decision.overtaken = queued.overtaken
-            if decision.priority is not None and not self._told(backend, arrival):
-                decision.priority = None
+            if decision.order is not None and self._told(backend, arrival):
+                decision.priority = backends.chooser.priority(arrival, decision)
         if not self._attempts and (self._queued or context.queue.items) and self.flow:
             # While nobody waits there is nothing to share.
             self._charged = self.cost

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tailrace.router.intake.prompt_blocks import PromptBlocks
 from tailrace.router.intake.request_body import RequestBody
 from tailrace.router.state.sessions import Session
+from tailrace.view.ordering import Order
 
 
 @dataclass(slots=True)
@@ -35,6 +36,8 @@ class Decision:
     """Predicted time to first token on the replica, by the cost model."""
     shadow_ttft_s: float | None = None
     """How much later the first token is predicted at the shadow's choice; negative: earlier."""
+    order: Order | None = None
+    """Order of the policy in charge, for servers that serve by priority; None: it has none."""
     priority: int | None = None
     """Priority that the server is told, lower first; None: it is told none."""
     waited_s: float | None = None

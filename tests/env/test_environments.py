@@ -15,6 +15,7 @@ from tailrace.errors import TailraceError
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
 from tailrace.seeds import Purpose, generator, purpose_of, seeds
 from tailrace.sim.simulator import Simulation
+from tailrace.view.ordering import Order
 
 pytestmark = pytest.mark.compiled
 
@@ -223,6 +224,32 @@ def test_requests_that_nobody_can_serve_end_the_episode() -> None:
 
 
 # ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_with_an_order_short_prompts_go_first() -> None:
+    busy = Scenario(
+        name="busy",
+        cluster=Cluster(replicas=(Replica(count=2, batch_cap=4),)),
+        workload=Workload(name="code-completion", rate=30.0),
+    )
+
+    def first_tokens(order: Order | None) -> NDArray[np.float64]:
+        """Play one episode; return the times to first token of a short half and a long half, s."""
+        env = RouterEnv(busy, decisions=200, order=order)
+        env.reset(seed=3)
+        for k in range(199):
+            env.step(k % 2)
+        fleet = env.core.fleet
+        assert (fleet.servers[0]["ordered"] == (order is not None)).all()
+        requests, facts = fleet.requests[0, :200], env.core._tables.facts[0, :200]
+        ttft = requests["first"] - requests["arrived"]
+        is_short = facts["prompt"] <= np.median(facts["prompt"])
+        return np.array([np.nanmean(ttft[is_short]), np.isnan(ttft[~is_short]).mean()])
+
+    plain, none, ordered = first_tokens(None), first_tokens(Order(w=0)), first_tokens(Order(w=40))
+    np.testing.assert_array_equal(plain, none)  # by arrival, as without priorities
+    assert ordered[0] < 0.7 * plain[0]
+    assert ordered[1] > plain[1]
 
 
 def test_evaluation_seeds_are_refused() -> None:

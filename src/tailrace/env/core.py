@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.config import Cluster
 from tailrace.env.episodes import Episode, Episodes, Worlds
 from tailrace.env.latency_limit import LatencyLimit
 from tailrace.env.reward import Reward, RewardSettings
@@ -30,6 +31,7 @@ from tailrace.sim.fleet import (
     step_fleet,
 )
 from tailrace.sim.types import Fleet
+from tailrace.view.ordering import Order, order_row
 
 Array = NDArray[np.float64]
 Observation = dict[str, NDArray[Any]]
@@ -45,6 +47,9 @@ class EnvSettings(LatencyLimit):
     group: int = 1
     """Number of neighbouring clusters that play the same scenario with the same requests."""
     reward: RewardSettings = RewardSettings()
+    order: Order | None = None
+    """Order by which requests get their priorities. Servers whose `scheduling_policy` is auto then
+    serve by priority. None: they come as they are sent."""
 
 
 class EpisodicClusters(ABC):
@@ -212,7 +217,8 @@ class Core(EpisodicClusters):
 
     def _start(self, c: int, episode: Episode) -> None:
         self.playing[c] = episode
-        scenario, reward = episode.scenario, self.settings.reward
+        scenario, reward, order = episode.scenario, self.settings.reward, self.settings.order
+        servers = Cluster(replicas=tuple(episode.replicas)).served_by(order=order is not None)
         lay_out(self._tables, c, episode.table, scenario.events, scenario.router, episode.seed)
         for fleet in self._fleets:
             set_up(
@@ -220,13 +226,14 @@ class Core(EpisodicClusters):
                 self._tables,
                 c,
                 c,
-                episode.replicas,
+                servers.replicas,
                 episode.table,
                 scenario.router,
                 scenario.engine,
                 episode.seed,
             )
             reward.shape(fleet.clusters[c])
+            fleet.clusters[c]["order"] = order_row(order)
             fleet.clusters[c]["latency_limit"] = self.settings.latency_limit_s or np.inf
         begin(self.step_out, c)
         begin(self._reference_out, c)

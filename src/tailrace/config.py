@@ -95,8 +95,8 @@ class Replica(Settings):
     """How the server forms batches."""
     scheduling_policy: SchedulingPolicyName = "auto"
     """Which request goes first (vllm_v1): fcfs, the one that came first; priority, the one with the
-    lowest priority value, as vLLM with --scheduling-policy priority; auto: priority if the policy was
-    asked to order (+order), else fcfs. Live, only priority has the router send priorities."""
+    lowest priority value, as vLLM with --scheduling-policy priority; auto: priority if an order was
+    asked for (+order), else fcfs. Live, only priority has the router send priorities."""
     num_blocks: int | None = Field(default=None, ge=1, le=2**26)
     """KV cache size in blocks; default: the preset's."""
     block_size: int = Field(default=16, ge=1, le=4096)

@@ -150,8 +150,8 @@ def test_a_policys_own_order_counts_only_on_servers_that_go_by_priority(engine):
     plain.own_order = None
     asked = registry.with_order(plain, Ordering.own_order)
     by_priority = {"scheduling_policy": "priority"}
-    for settings in ({}, {"scheduling_policy": "fcfs"}):
-        assert starts(own, **settings) == starts(plain, **settings)
+    for kind in ({}, {"scheduling_policy": "fcfs"}):
+        assert starts(own, **kind) == starts(plain, **kind)
     assert starts(own, **by_priority) == starts(asked) == starts(asked, **by_priority)
     assert starts(own, **by_priority) != starts(own)
 

@@ -1,8 +1,11 @@
 """What the endpoint picker costs: added latency behind a real Envoy, and CPU time per request.
 
-``python benchmarks/bench_pick.py --json``: emulated servers, bodies of 1, 16, 128 and 400 KB. Each
-size is sent through two Envoys in turn: one asks the picker, the other goes round by itself. The
-difference is what the picker adds. Then the same at a fixed rate of short requests. For comparison
+``python benchmarks/bench_pick.py --json``: bodies of 1, 16, 128 and 400 KB. Each size is sent
+through two Envoys in turn: one asks the picker, the other goes round by itself. The difference is
+what the picker adds. Then the same at a fixed rate of short requests, and with streamed responses.
+The servers are one process that gives every request the same small response at once
+(``router_rig.py``), so that they and the load generator leave the cores to Envoy and the picker.
+What each process used is part of the results. For comparison
 ``--grpcio`` also measures a picker of forty lines on grpcio's asyncio server, which parses no body
 and always names the same endpoint.
 """
@@ -20,17 +23,20 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 import uvloop
 
 import envoy_rig
+import router_rig
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs/results/bench_pick.json"
 SIZES_KB = (1, 16, 128, 400)
 SERVERS = 4
+#: A turn in which more cores than this went to others counts as disturbed.
+MOST_LOST = 0.05
 _WORDS = [f"word{k}" for k in range(2000)]
 _TICKS = os.sysconf("SC_CLK_TCK")
 #: What deploy/envoy.yaml has between these is left out for the Envoy without a picker.
@@ -57,15 +63,10 @@ def process(*command: str, until: str) -> Iterator[tuple[int, str]]:
         child.wait()
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of a process so far, s."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS
-
-
-def tailrace(*arguments: str) -> tuple[str, ...]:
-    """Return a command line of Tailrace."""
-    return (sys.executable, "-m", "tailrace.cli", *arguments)
+def busy_s() -> float:
+    """CPU time of all programs of this machine so far, and what its host kept from it, s."""
+    user, nice, system, *_, stolen = Path("/proc/stat").read_text().split()[1:9]
+    return sum(map(int, (user, nice, system, stolen))) / _TICKS
 
 
 # ---- load ---------------------------------------------------------------------------------------
@@ -81,66 +82,105 @@ def bodies(kb: int, count: int, rng: random.Random, *, stream_tokens: int = 0) -
         more: dict[str, Any] = {"max_tokens": 1}
         if stream_tokens:
             more = {"max_tokens": stream_tokens, "stream": True}
-        data = {"model": "emulated", "messages": [{"role": "user", "content": content}], **more}
+        data = {"model": "m", **more, "messages": [{"role": "user", "content": content}]}
         made.append(orjson.dumps(data))
     return made
 
 
-class Connection:
-    """One connection of a client to Envoy."""
+class Connection(asyncio.Protocol):
+    """One connection of a client to Envoy; one request at a time."""
 
-    def __init__(self, port: int) -> None:
-        self._port = port
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._began = 0.0
+        self._read = b""
+        self._missing = -1  # bytes of the body; -1: the head is not complete, -2: it is chunked
+        self._answered: Callable[[Connection, float], None] | None = None
 
-    async def ask(self, body: bytes) -> float:
-        """Send a request and read the response; return how long it took, s."""
-        if self._streams is None:
-            self._streams = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 20)
-        reader, writer = self._streams
-        began = time.perf_counter()
-        writer.write(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
-            % (len(body), body)
-        )
-        head = await reader.readuntil(b"\r\n\r\n")
-        status = int(head.split(b" ", 2)[1])
-        lower = head.lower()
-        answer = b""
-        if b"transfer-encoding: chunked" in lower:
-            while size := int(await reader.readuntil(b"\r\n"), 16):
-                answer = await reader.readexactly(size + 2)
-            await reader.readexactly(2)
-        else:
-            at = lower.index(b"content-length: ") + 16
-            answer = await reader.readexactly(int(lower[at : lower.index(b"\r\n", at)]))
-        if status != 200:
-            raise SystemExit(f"a request to port {self._port} got {head!r} {answer[:500]!r}")
-        return time.perf_counter() - began
+    @classmethod
+    async def open(cls, port: int) -> "Connection":
+        """Connect to a port."""
+        loop = asyncio.get_running_loop()
+        return (await loop.create_connection(cls, "127.0.0.1", port))[1]
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def ask(
+        self, body: bytes, began: float, answered: Callable[["Connection", float], None]
+    ) -> None:
+        """Send a request; ``answered`` gets the time since ``began`` (s) with the last byte."""
+        assert self._transport is not None
+        self._began, self._answered = began, answered
+        head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        self._transport.write(head % len(body) + body)
+
+    def data_received(self, data: bytes) -> None:
+        """Read until the response is complete."""
+        self._read = data = self._read + data if self._read else data
+        if self._missing == -1:
+            head, end, _ = data.partition(b"\r\n\r\n")
+            if not end:
+                return
+            if not head.startswith(b"HTTP/1.1 200"):
+                raise SystemExit(f"a request got {data[:1000]!r}")
+            lower = head.lower()
+            at = lower.find(b"content-length: ")
+            self._missing = -2
+            if at >= 0:
+                length = int(lower[at + 16 :].partition(b"\r\n")[0])
+                self._missing = len(head) + 4 + length
+        if self._missing == -2:
+            if not data.endswith(b"\r\n0\r\n\r\n"):
+                return
+        elif len(data) < self._missing:
+            return
+        self._read, self._missing = b"", -1
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            answered(self, time.perf_counter() - self._began)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """A connection that is lost with a request on it ends the measurement."""
+        if self._answered is not None:
+            print(f"Envoy has closed a connection: {exc}", file=sys.stderr, flush=True)
+            os._exit(1)
 
 
 async def one_by_one(port: int, requests: Sequence[bytes]) -> list[float]:
     """Send requests on one connection; return their latencies, s."""
-    connection = Connection(port)
-    return [await connection.ask(body) for body in requests]
+    connection = await Connection.open(port)
+    found: list[float] = []
+    for body in requests:
+        done = asyncio.get_running_loop().create_future()
+        connection.ask(body, time.perf_counter(), lambda _, s, done=done: done.set_result(s))
+        found.append(await done)
+    return found
 
 
 async def at_rate(port: int, requests: Sequence[bytes], rate: float) -> list[float]:
     """Send requests at a rate per second whatever the responses do; return latencies, s."""
-    idle: list[Connection] = []
+    loop, clock = asyncio.get_running_loop(), time.perf_counter
+    idle = [await Connection.open(port) for _ in range(32)]
     found: list[float] = []
-    clock = time.perf_counter  # the loop's own has a resolution of a millisecond
-    began = clock() + 0.1
+    complete = loop.create_future()
 
-    async def send(k: int, body: bytes) -> None:
-        due = began + k / rate
-        await asyncio.sleep(due - clock())
-        connection = idle.pop() if idle else Connection(port)
-        await connection.ask(body)
+    def answered(connection: Connection, seconds: float) -> None:
         idle.append(connection)
-        found.append(clock() - due)  # lateness of this program counts, for both Envoys
+        found.append(seconds)
+        if len(found) == len(requests):
+            complete.set_result(None)
 
-    await asyncio.gather(*(send(k, body) for k, body in enumerate(requests)))
+    began = clock() + 0.1
+    for k, body in enumerate(requests):
+        due = began + k / rate
+        if (early := due - clock()) > 0:
+            await asyncio.sleep(early)
+        connection = idle.pop() if idle else await Connection.open(port)
+        # From when it is due: lateness of this program counts, for both Envoys.
+        connection.ask(body, due, answered)
+    await complete
     return found
 
 
@@ -161,40 +201,73 @@ class Rig(NamedTuple):
     picked: envoy_rig.Envoy
     plain: envoy_rig.Envoy
     pids: dict[str, int]
-    """Of the picker, its Envoy, the servers and this program."""
+    """Of the picker, both Envoys, the servers and this program."""
 
     def cpu_s(self) -> dict[str, float]:
         """CPU time of each process so far, s."""
-        return {name: cpu_s(pid) for name, pid in self.pids.items()}
+        return {name: router_rig.cpu_s([pid]) for name, pid in self.pids.items()}
+
+
+class Turn(NamedTuple):
+    """Some requests through one Envoy."""
+
+    latencies: list[float]
+    """In s."""
+    used_s: dict[str, float]
+    """CPU time of each process."""
+    took_s: float
+    lost: float
+    """Cores that the host, or other programs here, kept from the measurement."""
+
+
+async def turn(rig: Rig, load: Load, envoy: envoy_rig.Envoy, requests: Sequence[bytes]) -> Turn:
+    """Send requests through an Envoy."""
+    before, busy, began = rig.cpu_s(), busy_s(), time.perf_counter()
+    latencies = await load(envoy.port, requests)
+    took_s = time.perf_counter() - began
+    used_s = {name: now - before[name] for name, now in rig.cpu_s().items()}
+    lost = max(0.0, busy_s() - busy - sum(used_s.values())) / took_s
+    return Turn(latencies, used_s, took_s, lost)
 
 
 async def compare(
-    rig: Rig, load: Load, requests: Sequence[bytes], rounds: int, rest_s: float = 0.0
+    rig: Rig, load: Load, requests: Sequence[bytes], rounds: int, blocks: int = 1
 ) -> dict[str, Any]:
-    """Send the same requests through both Envoys in turn; ``rest_s``: pause before each."""
-    with_picker: list[float] = []
-    without: list[float] = []
-    used_s = dict.fromkeys(rig.pids, 0.0)
-    took_s = 0.0
+    """Send the same requests through both Envoys in turn, ``blocks`` times in each round.
+
+    The turns are short, so that what disturbs the machine meets both.
+    """
     await load(rig.picked.port, requests[:20])
     await load(rig.plain.port, requests[:20])
-    for _ in range(rounds):
-        await asyncio.sleep(rest_s)
-        without += await load(rig.plain.port, requests)
-        await asyncio.sleep(rest_s)
-        before, began = rig.cpu_s(), time.perf_counter()
-        with_picker += await load(rig.picked.port, requests)
-        took_s += time.perf_counter() - began
-        used_s = {name: used_s[name] + now - before[name] for name, now in rig.cpu_s().items()}
-    a, b = quantiles(with_picker), quantiles(without)
+    size = -(-len(requests) // blocks)
+    pairs = []
+    for at in [*range(0, len(requests), size)] * rounds:
+        some = requests[at : at + size]
+        pairs.append([await turn(rig, load, e, some) for e in (rig.plain, rig.picked)])
+    used = {n: sum(picked.used_s[n] for _, picked in pairs) for n in rig.pids}
+    took_s = sum(picked.took_s for _, picked in pairs)
+    count = sum(len(picked.latencies) for _, picked in pairs)
+    quiet = [pair for pair in pairs if max(turn.lost for turn in pair) <= MOST_LOST]
     return {
-        "requests": len(with_picker),
+        **difference(pairs),
+        "picker_cpu_ms_per_request": round(used["picker"] * 1e3 / count, 3),
+        "cores_used": {name: round(s / took_s, 2) for name, s in used.items()},
+        "cores_lost": round(statistics.mean(t.lost for pair in pairs for t in pair), 3),
+        "undisturbed": difference(quiet) if len(quiet) > 1 else None,
+    }
+
+
+def difference(pairs: Sequence[Sequence[Turn]]) -> dict[str, Any]:
+    """Latencies of turns without and with the picker."""
+    plain, picked = ([s for pair in pairs for s in pair[k].latencies] for k in (0, 1))
+    a, b = quantiles(picked), quantiles(plain)
+    return {
+        "turns": len(pairs),
+        "requests": len(picked),
         "with_picker": a,
         "without": b,
         "added_p50_ms": round(a["p50_ms"] - b["p50_ms"], 3),
         "added_p95_ms": round(a["p95_ms"] - b["p95_ms"], 3),
-        "picker_cpu_ms_per_request": round(used_s["picker"] * 1e3 / len(with_picker), 3),
-        "cores_used": {name: round(used / took_s, 2) for name, used in used_s.items()},
     }
 
 
@@ -214,7 +287,8 @@ async def measure(
         envoy_rig.envoy(picker, servers) as picked,
         envoy_rig.envoy(picker, servers, edits=without_picker()) as plain,
     ):
-        rig = Rig(picked, plain, {**pids, "envoy": picked.pid, "load generator": os.getpid()})
+        own = {"envoy": picked.pid, "plain envoy": plain.pid, "load generator": os.getpid()}
+        rig = Rig(picked, plain, {**pids, **own})
         await asyncio.sleep(2.0)  # Envoy's first health check
         for kb in given.sizes:
             requests = bodies(kb, given.requests, rng)
@@ -226,13 +300,17 @@ async def measure(
         def paced(port: int, some: Sequence[bytes]) -> Any:
             return at_rate(port, some, given.rate)
 
-        result = await compare(rig, paced, requests, given.rounds, rest_s=1.0)
+        result = await compare(rig, paced, requests, given.rounds, blocks=round(given.seconds))
         found[f"1 KB at {given.rate:g}/s"] = result
         print(f"  1 KB at {given.rate:g}/s  {_line(result)}", flush=True)
-        requests = bodies(1, 30, rng, stream_tokens=100)
-        result = await compare(rig, one_by_one, requests, 1)
-        found["1 KB, 100 tokens streamed"] = result
-        print(f"  1 KB, 100 tokens streamed  {_line(result)}", flush=True)
+        requests = bodies(1, 30, rng, stream_tokens=40)
+
+        def streamed(port: int, some: Sequence[bytes]) -> Any:
+            return at_rate(port, some, 10.0)
+
+        result = await compare(rig, streamed, requests, 1)
+        found["1 KB, 40 tokens streamed"] = result
+        print(f"  1 KB, 40 tokens streamed  {_line(result)}", flush=True)
         for what in ("upstream_cx_protocol_error", "upstream_rq_pending_overflow"):
             count = sum(picked.stats(f"cluster.picker.{what}").values())
             if count:
@@ -241,11 +319,16 @@ async def measure(
 
 
 def _line(result: dict[str, Any]) -> str:
+    quiet = result["undisturbed"]
+    text = "no" if quiet is None else f"{quiet['turns']} of {result['turns']}"
+    if quiet is not None:
+        text += f" (P50 {quiet['added_p50_ms']:.2f}, P95 {quiet['added_p95_ms']:.2f} ms)"
     return (
         f"added P50 {result['added_p50_ms']:.2f} ms, P95 {result['added_p95_ms']:.2f} ms, "
-        f"with it {result['with_picker']['p50_ms']:.2f} and {result['with_picker']['p95_ms']:.2f}, "
+        f"with it {result['with_picker']['p50_ms']:.2f} and {result['with_picker']['p95_ms']:.2f}; "
+        f"{text} turns undisturbed; "
         f"picker CPU {result['picker_cpu_ms_per_request']:.2f} ms/request, "
-        f"cores {result['cores_used']}"
+        f"cores {result['cores_used']}, lost {result['cores_lost']}"
     )
 
 
@@ -316,25 +399,23 @@ def main() -> None:
         asyncio.run(fixed_picker(int(given.fixed_picker[0]), given.fixed_picker[1]))
         return
     found: dict[str, Any] = {}
-    emulate = tailrace("emulate", "--speeds", ",".join(["1"] * SERVERS), "--port", "0",
-                       "--time-scale", "0.001", "--json")  # fmt: skip
-    with process(*emulate, until="{") as (emulator, line):
-        urls = _urls(json.loads(line))
-        servers = [url.removeprefix("http://") for url in urls]
+    with router_rig.rig() as made:
+        made.start_backends(SERVERS)
+        servers = [url.removeprefix("http://") for url in made.backends]
         port = envoy_rig.free_port()
-        pick = tailrace("pick", "--listen", f"127.0.0.1:{port}", "--admin", "off", "-p",
-                        given.policy, "--log-level", "error",
-                        *(word for url in urls for word in ("-b", url)))  # fmt: skip
+        pick = (sys.executable, "-m", "tailrace.cli", "pick", "--listen", f"127.0.0.1:{port}",
+                "--admin", "off", "-p", given.policy, "--log-level", "error",
+                *(word for url in made.backends for word in ("-b", url)))  # fmt: skip
         with process(*pick, until="listening") as (pid, _):
             print("tailrace pick")
-            pids = {"picker": pid, "servers": emulator}
+            pids = {"picker": pid, "servers": made.direct.pids[0]}
             found["tailrace pick"] = uvloop.run(measure(port, pids, servers, given))
         if given.grpcio:
             port = envoy_rig.free_port()
             fixed = (sys.executable, __file__, "--fixed-picker", str(port), servers[0])
             with process(*fixed, until="listening") as (pid, _):
                 print("grpcio, fixed endpoint")
-                pids = {"picker": pid, "servers": emulator}
+                pids = {"picker": pid, "servers": made.direct.pids[0]}
                 found["grpcio, fixed endpoint"] = uvloop.run(measure(port, pids, servers, given))
     if given.json:
         import platform
@@ -347,11 +428,6 @@ def main() -> None:
         }
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
         print(f"written to {RESULTS.relative_to(ROOT)}")
-
-
-def _urls(told: Any) -> list[str]:
-    """Return the addresses that ``tailrace emulate --json`` prints."""
-    return [str(url) for url in told["urls"]]
 
 
 if __name__ == "__main__":

@@ -86,6 +86,7 @@ class Backend(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._have: list[bytes] = []
         self._lacks = self._size = 0
+        self._chunked = False  # a request's body is being received in chunks
         self._stream: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -105,10 +106,22 @@ class Backend(asyncio.Protocol):
             if self._lacks <= 0:
                 self._chat(b"".join(self._have))
             return
+        if self._chunked:
+            self._have.append(data)
+            self._size += len(data)
+            if b"".join(self._have[-5:]).endswith(b"0\r\n\r\n"):  # JSON has no such line
+                self._chunked = False
+                self._chat(b"".join(self._have))
+            return
         end = data.find(b"\r\n\r\n") + 4
         head = data[:end].lower()
         at = head.find(b"\r\ncontent-length:")
         length = int(head[at + 17 : head.find(b"\r\n", at + 2)]) if at >= 0 else 0
+        if at < 0 and b"\r\ntransfer-encoding: chunked" in head:
+            self._size, self._have, self._chunked = 0, [], True
+            if len(data) > end:
+                self.data_received(data[end:])
+            return
         if data.startswith(b"POST"):
             self._size = length
             self._lacks = length - (len(data) - end)

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,43 @@ def test_a_request_is_picked_for_and_accounted() -> None:
             assert metrics.output_tokens[endpoints.index(named[0])] == 3
 
     run(test())
+
+
+@pytest.mark.parametrize("ends", ["complete", "cancelled", "refused"])
+def test_a_stream_that_is_over_is_freed_without_the_garbage_collector(ends: str) -> None:
+    # Cycles of every request would be left to the collector, which stops the event loop for long.
+    async def test() -> None:
+        async with picking() as (picker, channel, _):
+            stream = ProxyStream(channel)
+            if ends == "refused":
+                await stream.headers(mode=BUFFERED)
+                await stream.read()
+            else:
+                await stream.pick(CHAT)
+            (kept,) = [weakref.ref(request) for request in picker.intake.active]
+            if ends == "complete":
+                await stream.response()
+                await stream.read()
+                await stream.response_body(USAGE, end=True)
+                await stream.read()
+                await stream.close()
+            elif ends == "cancelled":
+                stream.call.cancel()
+            else:
+                await stream.body(b"no JSON")
+                assert (await stream.read()).immediate_response.status.code == 400
+            for _ in range(400):
+                if kept() is None:
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError(f"still referred to by {gc.get_referrers(kept())}")
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(test())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("as_list", [True, False])

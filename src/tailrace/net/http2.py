@@ -43,6 +43,8 @@ MOST_WAITING = 256 * 1024
 #: Size of a window, and of a frame, before settings say another one.
 _FIRST_WINDOW, _FIRST_FRAME = 65_535, 16_384
 _MAX_WINDOW = 2**31 - 1
+#: Head of a frame: length (16 and 8 bits), type, flags, stream.
+_FRAME_HEAD = struct.Struct(">HBBBI")
 #: Header blocks whose meaning is remembered; clients repeat theirs.
 _MOST_BLOCKS = 256
 
@@ -104,7 +106,19 @@ class Http2Stream:
 
     def send_data(self, data: bytes) -> None:
         """Send data as the windows allow."""
-        self._send(DATA, 0, data)
+        connection, size = self._connection, len(data)
+        if (
+            self._waiting
+            or self.is_ended
+            or size > self.window
+            or size > connection.window
+            or size > connection.peer_frame
+        ):
+            self._send(DATA, 0, data)
+        elif size:
+            self.window -= size
+            connection.window -= size
+            connection.write(DATA, 0, self.number, data)
 
     def reset(self, code: int) -> None:
         """End the stream abruptly."""
@@ -304,14 +318,14 @@ class Http2Connection(asyncio.Protocol):
                 raise _BrokenError(PROTOCOL_ERROR, "no HTTP/2 preface")
             self._started, at = True, len(PREFACE)
         while size - at >= 9:
-            length = int.from_bytes(data[at : at + 3], "big")
+            high, low, kind, flags, number = _FRAME_HEAD.unpack_from(data, at)
+            length = high << 8 | low
             if length > MAX_FRAME:
                 raise _BrokenError(FRAME_SIZE_ERROR, "a frame is too long")
             end = at + 9 + length
             if end > size:
                 break
-            number = int.from_bytes(data[at + 5 : at + 9], "big") & 0x7FFFFFFF
-            self._frame(data[at + 3], data[at + 4], number, data[at + 9 : end])
+            self._frame(kind, flags, number & 0x7FFFFFFF, data[at + 9 : end])
             if self._closing:
                 return
             at = end
@@ -501,7 +515,7 @@ class Http2Connection(asyncio.Protocol):
     def write(self, kind: int, flags: int, number: int, payload: bytes) -> None:
         """Write a frame; frames of one turn of the event loop go out together."""
         size = len(payload)
-        head = struct.pack(">HBBBI", size >> 8, size & 0xFF, kind, flags, number)
+        head = _FRAME_HEAD.pack(size >> 8, size & 0xFF, kind, flags, number)
         self._out.append(head)
         if size:
             self._out.append(payload)

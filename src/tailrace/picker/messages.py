@@ -57,19 +57,40 @@ def read(data: bytes) -> Message | None:
         return None
 
 
+@lru_cache(maxsize=1024)
+def _name(key: str) -> bytes:
+    """Return a header's name in lower case; most requests have the same ones."""
+    return key.encode().lower()
+
+
 def head_of(headers: Message) -> ShownHeaders:
     """Return the headers of an HttpHeaders message."""
     found: list[tuple[bytes, bytes]] = []
     lower: dict[bytes, bytes] = {}
     for header in headers.headers.headers:
-        name, value = header.key.encode().lower(), header.raw_value or header.value.encode()
+        name, value = _name(header.key), header.raw_value or header.value.encode()
         found.append((name, value))
-        lower.setdefault(name, value)
+        if name not in lower:
+            lower[name] = value
     return ShownHeaders(found, lower)
+
+
+def response_of(headers: Message) -> tuple[bytes, bytes]:
+    """Return ``:status`` and the content type of an HttpHeaders message; empty: there is none."""
+    status = content_type = b""
+    for header in headers.headers.headers:
+        key = header.key
+        if key == ":status":
+            status = status or header.raw_value or header.value.encode()
+        elif len(key) == 12 and _name(key) == b"content-type":
+            content_type = content_type or header.raw_value or header.value.encode()
+    return status, content_type
 
 
 def subset_of(request: Message) -> frozenset[str] | None:
     """Return the endpoints that a request may go to; None: any."""
+    if not request.HasField("metadata_context"):
+        return None
     metadata = request.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in metadata:
         return None
@@ -86,11 +107,12 @@ def subset_of(request: Message) -> frozenset[str] | None:
 
 def served_by(request: Message) -> str | None:
     """Return the endpoint that has served; empty: the proxy itself; None: it is not told."""
-    metadata = request.metadata_context.filter_metadata
-    if NAMESPACE in metadata:
-        fields = metadata[NAMESPACE].fields
-        if SERVED in fields:
-            return str(fields[SERVED].string_value)
+    if request.HasField("metadata_context"):
+        metadata = request.metadata_context.filter_metadata
+        if NAMESPACE in metadata:
+            fields = metadata[NAMESPACE].fields
+            if SERVED in fields:
+                return str(fields[SERVED].string_value)
     told = None
     for attributes in request.attributes.values():
         told = ""
@@ -151,7 +173,7 @@ def chunks(body: bytes, *, end: bool, of_response: bool = False) -> Iterator[byt
         reply = pb.ProcessingResponse()
         message = reply.response_body if of_response else reply.request_body
         part = message.response.body_mutation.streamed_response
-        part.body = body[k * MAX_CHUNK : (k + 1) * MAX_CHUNK]
+        part.body = body[k * MAX_CHUNK : (k + 1) * MAX_CHUNK] if last else body
         part.end_of_stream = end and k == last
         yield bytes(reply.SerializeToString())
 

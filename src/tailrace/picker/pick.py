@@ -6,10 +6,9 @@ response on, so there are no attempts of ours: an endpoint that fails is reporte
 the response, or by the endpoint that served instead.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Sequence, Set
 from typing import Protocol
-
-import numpy as np
 
 from tailrace.queueing.fair_queue import QueuedItem
 from tailrace.router.access.keyring import Client
@@ -88,7 +87,8 @@ class Pick(RoutedRequest):
         return (*super().lane, self._ineligible)
 
     def _excluded(self) -> frozenset[int]:
-        return super()._excluded() | self._ineligible
+        excluded, ineligible = super()._excluded(), self._ineligible
+        return excluded | ineligible if ineligible else excluded
 
     def _wait(self) -> None:
         backends = self._context.backends
@@ -127,28 +127,34 @@ class Pick(RoutedRequest):
         """Return the backend that was picked, then the next best as fallbacks."""
         first = self._backend
         assert first is not None
-        context = self._context
+        context, backends = self._context, self._context.backends
         most = context.settings.pick.fallbacks
         if not most:
             return [first]
-        excluded = self._excluded()
-        key = first.settings.api_key_env
+        excluded: Set[int] = self._excluded()
+        if backends.full:
+            excluded = excluded | backends.full
+        key, priorities = first.settings.api_key_env, first.takes_priorities
         others = [
-            b for b in context.backends.all
-            if b is not first and b.health.available and b.index not in excluded
-            and b.index not in context.backends.full and b.settings.api_key_env == key
-            and b.takes_priorities == first.takes_priorities
+            b for b in backends.all
+            if b is not first and b.index not in excluded and b.health.available
+            and b.takes_priorities == priorities and b.settings.api_key_env == key
         ]  # fmt: skip
         decision = self.decision
         if decision is None:
             others.sort(key=lambda b: b.active)
         elif len(others) > 1:
-            scores = decision.scores
-            worst = np.inf
-            others.sort(key=lambda b: scores[b.index] if b.index < scores.size else worst)
+            scores = decision.scores.tolist()
+            scores += [math.inf] * (len(backends.all) - len(scores))
+            others.sort(key=lambda b: scores[b.index])
         return [first, *others[:most]]
 
     # The response.
+
+    @property
+    def backend(self) -> Backend | None:
+        """The backend that serves it, as far as is known."""
+        return self._backend
 
     def moved(self, backend: Backend) -> None:
         """Another backend than the one picked has served it: the proxy has tried again."""

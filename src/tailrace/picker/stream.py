@@ -412,19 +412,18 @@ class PickStream:
     # The response.
 
     def _response_headers(self, request: Message) -> None:
-        lower = messages.head_of(request.response_headers).lower
-        status = lower.get(b":status", b"")
+        status, content_type = messages.response_of(request.response_headers)
         self._status = int(status) if status.isdigit() and len(status) == 3 else 502
         pick = self._pick
         if pick is None or pick.stage == OVER:
             self._call.write(UNCHANGED["response_headers"])
             return
         served = messages.served_by(request)
-        if served:
-            backend = self._picker.backend_at(served)
+        picker, picked = self._picker, pick.backend
+        if served and (picked is None or picker.endpoint(picked) != served):
+            backend = picker.backend_at(served)
             if backend is not None:
                 pick.moved(backend)
-        content_type = lower.get(b"content-type", b"")
         pick.responded(self._status, content_type, by_proxy=served == "")
         ends = request.response_headers.end_of_stream
         headers: list[tuple[str, bytes]] = []
@@ -506,8 +505,9 @@ class PickStream:
         read, self._read = self._read, None
         if read is not None:
             read.client_gone()
-        if self._pick is not None:
-            self._pick.client_gone()
+        pick, self._pick = self._pick, None  # they refer to each other
+        if pick is not None:
+            pick.client_gone()
         if self._taken and self._client is not None:
             self._taken = False
             self._client.account.end()

@@ -51,8 +51,9 @@ def explanation(backend: Backend, decision: Decision | None) -> list[tuple[bytes
     """Return the headers that explain a decision, for those who may see them."""
     found = [(b"x-tailrace-replica", backend.label_bytes)]
     if decision is not None:
-        found.append((b"x-tailrace-policy", _header_value(decision.policy)))
-        found.append((b"x-tailrace-reason", _header_value(decision.reason)))
+        policy, reason = decision.policy, decision.reason
+        found.append((b"x-tailrace-policy", _VALUES.get(policy) or _header_value(policy)))
+        found.append((b"x-tailrace-reason", _VALUES.get(reason) or _header_value(reason)))
         found += _served_in_turn(decision)
     return found
 

@@ -152,10 +152,16 @@ async def one_by_one(port: int, requests: Sequence[bytes]) -> list[float]:
     """Send requests on one connection; return their latencies, s."""
     connection = await Connection.open(port)
     found: list[float] = []
+    next_one = asyncio.Event()
+
+    def answered(_: Connection, seconds: float) -> None:
+        found.append(seconds)
+        next_one.set()
+
     for body in requests:
-        done = asyncio.get_running_loop().create_future()
-        connection.ask(body, time.perf_counter(), lambda _, s, done=done: done.set_result(s))
-        found.append(await done)
+        next_one.clear()
+        connection.ask(body, time.perf_counter(), answered)
+        await next_one.wait()
     return found
 
 

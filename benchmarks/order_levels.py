@@ -144,6 +144,7 @@ def branches(scenario: Scenario, seed: int, order: Order) -> Branches:
 def learn(parts: list[Branches], base: int) -> Choice:
     """Train a choice of levels to lower the expected cost of what was branched."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # small matrices; threads would wait for each other on a busy machine
     seen = torch.tensor(np.concatenate([p.seen for p in parts]))
     relative = [(p.costs - p.costs[:, [base]]) / p.mean_cost_s for p in parts]
     costs = torch.tensor(np.concatenate(relative), dtype=torch.float32)

@@ -459,6 +459,40 @@ def against_clones(told: Mapping[str, Any], count: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def pairs_table(told: Mapping[str, Any]) -> str:
+    """Markdown: cost of each pair relative to least-outstanding's and, in brackets, its clone's.
+
+    Geometric means over the training seeds, whose own scores stand in the third column.
+    """
+    lines = ["| advantage | objective | geometric mean, by seed | " + " | ".join(QUICK) +
+             " | CPU, s |", "|---" * (len(QUICK) + 4) + "|"]  # fmt: skip
+    places = told["worlds"]["sim"]
+    for variant, row in told["pairs"].items():
+        seeds_of = range(len(row["score"]))
+
+        def ratio(place: str, variant: str = variant, seeds_of: range = seeds_of) -> float:
+            entries = places[place]["policies"]
+            found = [entries[f"{variant}-{k}"]["cost_s"] for k in seeds_of]
+            mean = float(np.exp(np.mean(np.log(found))))
+            return mean / float(entries["least_outstanding"]["cost_s"])
+
+        named = variant.removeprefix("quick ").split()
+        scores = " / ".join(f"{score:.4f}" for score in row["score"])
+        ratios = [ratio(place) for place in QUICK]
+        cells = [f"{r:.3f}" for r in ratios]
+        spent = ""
+        if variant != CLONE:
+            of_clones = [ratio(place, CLONE) for place in QUICK]
+            cells = [f"{r:.3f} ({r / c:.3f})" for r, c in zip(ratios, of_clones, strict=True)]
+            whole = float(np.exp(np.mean(np.log(np.divide(ratios, of_clones)))))
+            scores += f" ({whole:.3f})"
+            named = [f"`{name}`" for name in named]
+            spent = " / ".join(f"{s:.0f}" for s in row["cpu_s"])
+        advantage, objective = (*named, "")[:2]
+        lines.append(f"| {advantage} | {objective} | {scores} | {' | '.join(cells)} | {spent} |")
+    return "\n".join(lines) + "\n"
+
+
 def write_page(page: Path, tables: Mapping[str, str]) -> None:
     """Put tables into a page, between ``<!-- NAME -->`` and ``<!-- end -->``."""
     text = page.read_text(encoding="utf-8")
@@ -516,6 +550,7 @@ def main() -> None:
     parser.add_argument("--onto", type=Path, help="write over these results of an earlier run")
     parser.add_argument("--plot", type=Path, help="draw the learning curves")
     parser.add_argument("--page", type=Path, help="put the tables into this page")
+    parser.add_argument("--tables", nargs="*", help='only these, such as "ppo pairs"')
     options = parser.parse_args()
     if options.step == "train":
         for seed in range(options.seeds):
@@ -537,6 +572,9 @@ def main() -> None:
             temporary.write_text(json.dumps(told, indent=1) + "\n")
         tables = {f"ppo {world}": table(told, world, options.seeds) for world in told["worlds"]}
         tables["ppo clones"] = against_clones(told, options.seeds)
+        if told["pairs"]:
+            tables["ppo pairs"] = pairs_table(told)
+        tables = {name: tables[name] for name in options.tables or tables}
         print("\n".join(tables.values()))
         if options.page:
             write_page(options.page, tables)

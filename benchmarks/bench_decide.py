@@ -11,7 +11,6 @@ what else the machine does, ``cpu`` only this thread.
 
 import argparse
 import json
-import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from tailrace.policy.base import BuiltinPolicy
 from tailrace.router.app import Router
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
 from tailrace.router.intake.request_body import read_request
+from tailrace.router.process import settle
 from tailrace.router.proxy.routed_request import RoutedRequest
 from tailrace.router.serve_settings import ServeSettings
 from tailrace.router.settings import BackendSettings
@@ -44,6 +44,7 @@ LOOK_DECISIONS, REPEATS, EVERY, WARMUP = 150, 20, 20, 3000
 LOOK_SEED = seeds(Purpose.TUNING, 1)[0]
 IN_FLIGHT = 8  # per replica
 WAITING = 1000
+WAITING_CLIENTS = (1, 1000)
 WAITING_POLICIES = ("load_aware", "tailrace")
 SYSTEM = "You are a careful assistant who answers in few words. " * 12
 
@@ -124,8 +125,10 @@ class NoEvents:
     retried = shed = request_done
 
 
-def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str, Any]:
-    """Measure arrivals and decisions while ``queued`` requests wait, in front of replicas."""
+def waiting(
+    policy: str, replicas: int, decisions: int, queued: int, clients: int
+) -> dict[str, Any]:
+    """Measure arrivals and decisions while ``queued`` requests of clients wait for replicas."""
     settings = ServeSettings.model_validate(
         {
             "backends": [{"url": f"http://h:{i + 1}"} for i in range(replicas)],
@@ -140,6 +143,10 @@ def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str
 
     class Counted(RoutedRequest):
         """A request that is sent nowhere."""
+
+        @property
+        def flow(self) -> str:
+            return f"client {int(self.id) % clients}"
 
         def _send(self) -> None:
             running.append(self)
@@ -159,10 +166,10 @@ def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str
         attempt.usage(250, 100, None)
         request._finish("done", 200)  # which sends the next one
 
-    def pumped(now: float, max_wait_s: float = math.inf) -> None:
+    def pumped(*given: Any) -> None:
         """Time the queue's part, if it sends somebody."""
         before, clock = len(running), Clock()
-        clock.call(lambda: pump(now, max_wait_s))
+        clock.call(lambda: pump(*given))
         if len(running) > before:
             decide.wall += clock.wall
             decide.cpu += clock.cpu
@@ -171,6 +178,7 @@ def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str
     for i in range(queued + IN_FLIGHT * replicas):
         arrival(i)
     assert len(intake.queue) == queued
+    settle()  # as in a router
     arrive, decide = Clock(), Clock()
     for i in range(decisions):
         end(running.popleft())
@@ -180,6 +188,7 @@ def waiting(policy: str, replicas: int, decisions: int, queued: int) -> dict[str
         "policy": policy,
         "replicas": replicas,
         "waiting": len(intake.queue),
+        "clients": clients,
         "decide": decide.figures(),
         "arrive": arrive.figures(),
     }
@@ -234,9 +243,10 @@ def main() -> None:
     parser.add_argument("--waiting", action="store_true", help="only with requests that wait")
     options = parser.parse_args()
     queues = [
-        waiting(p, n, options.decisions, WAITING)
+        waiting(p, n, options.decisions, WAITING, clients)
         for n in options.replicas
         for p in WAITING_POLICIES
+        for clients in WAITING_CLIENTS
     ]
     results, ratios = [], []
     if not options.waiting:
@@ -248,7 +258,8 @@ def main() -> None:
         return
     for r in queues:
         d, a = r["decide"], r["arrive"]
-        print(f"{r['policy']}, {r['replicas']} replicas, {r['waiting']} waiting: "
+        print(f"{r['policy']}, {r['replicas']} replicas, {r['waiting']} of {r['clients']} clients "
+              "waiting: "
               f"the next one P50 {d['wall_p50_us']:.0f} us, P99 {d['wall_p99_us']:.0f} us (CPU "
               f"{d['cpu_p99_us']:.0f}); an arrival {a['wall_p50_us']:.0f}, "
               f"{a['wall_p99_us']:.0f} us (CPU {a['cpu_p99_us']:.0f})")  # fmt: skip

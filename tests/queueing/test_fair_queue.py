@@ -234,3 +234,99 @@ def test_who_was_overtaken_by_how_many(steps: list[tuple[str, int]]) -> None:
             queue.serve(queued.flow, queued.weight, queued.cost)
         for queued in queue:
             assert queue.overtaken(queued) == overtaken[queued.item]
+
+
+class Slow:
+    """The definition of whose turn it is, without any structure to find it fast."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, Item]] = []
+        self.served: dict[str, float] = {}
+        self.now = 0.0
+
+    def push(self, item: Item, number: int) -> None:
+        if all(other.flow != item.flow for _, other in self.waiting):
+            self.served[item.flow] = max(self.served.get(item.flow, 0.0), self.now)
+        self.waiting.append((number, item))
+
+    def next(self, blocked: set[str]) -> Item | None:
+        def turn(entry: tuple[int, Item]) -> tuple[int, float, int, int]:
+            number, item = entry
+            return item.more["priority"], self.served[item.flow], item.more["key"], number
+
+        free = [entry for entry in self.waiting if entry[1].more["lane"] not in blocked]
+        return min(free, key=turn)[1] if free else None
+
+    def remove(self, item: Item) -> None:
+        self.waiting = [entry for entry in self.waiting if entry[1] is not item]
+
+    def serve(self, flow: str, weight: float, cost: float) -> None:
+        self.now = max(self.served.get(flow, 0.0), self.now)
+        self.served[flow] = self.now + cost / weight
+
+    def correct(self, flow: str, weight: float, more: float) -> None:
+        if flow in self.served:
+            self.served[flow] += more / weight
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["push", "push", "push", "pop", "try", "remove", "serve", "correct"]),
+            st.integers(0, 10**6),
+        ),
+        max_size=120,
+    )
+)
+def test_the_next_one_is_the_one_of_the_definition(steps: list[tuple[str, int]]) -> None:
+    queue: FairQueue[Item] = FairQueue()
+    slow = Slow()
+    for number, (what, seed) in enumerate(steps):
+        rng = random.Random(seed)
+        flow, weight = rng.choice("abcde"), rng.choice([0.5, 1.0, 3.0])
+        blocked = {lane for lane in "xyz" if rng.random() < 0.2}
+        if what == "push":
+            given = {"priority": rng.choice([0, 0, 1]), "key": rng.randrange(4)}
+            item = Item(flow, rng.randrange(1, 50), weight, lane=rng.choice("xyz"), **given)
+            slow.push(item.push(queue), number)
+        elif what in ("pop", "try"):
+            queued = queue.pop(blocked)
+            assert (queued and queued.item) is slow.next(blocked)
+            if queued is None:
+                continue
+            if what == "try":
+                queue.put_back(queued)
+                continue
+            slow.remove(queued.item)
+            for each in (queue, slow):
+                each.serve(queued.flow, queued.weight, queued.cost)
+        elif what == "remove" and slow.waiting:
+            gone = rng.choice(slow.waiting)[1]
+            assert queue.remove(gone)
+            slow.remove(gone)
+        elif what == "serve":
+            cost = rng.randrange(1, 50)
+            for each in (queue, slow):
+                each.serve(flow, weight, cost)
+        elif what == "correct":
+            more = rng.randrange(-40, 40)
+            for each in (queue, slow):
+                each.correct(flow, weight, more)
+    while (queued := queue.pop()) is not None:
+        assert queued.item is slow.next(set())
+        slow.remove(queued.item)
+        for each in (queue, slow):
+            each.serve(queued.flow, queued.weight, queued.cost)
+    assert not slow.waiting
+
+
+def test_a_turn_costs_the_same_however_many_flows_wait() -> None:
+    """Entries of turns that have changed do not pile up."""
+    queue: FairQueue[Item] = FairQueue()
+    for i in range(300):
+        Item(f"flow {i}").push(queue)
+    for i in range(20_000):
+        queue.correct(f"flow {i % 300}", 1.0, 1.0)
+    (rank,) = (r for ranks in queue._lanes.values() for r in ranks.values())
+    assert len(rank._turns) < 1000

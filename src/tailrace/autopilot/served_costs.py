@@ -22,7 +22,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class ServedCosts:
-    """Requests that were answered, or that servers failed, in any order."""
+    """Requests that were answered, that servers failed, or that were rejected, in any order."""
 
     arrived_s: Floats
     """Unix times [R]."""
@@ -43,7 +43,7 @@ class ServedCosts:
             at, name = float(data["arrived"]), str(data.get("policy"))
             number = numbers.setdefault(name, len(numbers))
             last, request = data.get("last"), data.get("id")
-            if data.get("outcome") in decision_log.FAILURES:
+            if data.get("outcome") in decision_log.LOSSES:
                 spent_s = 0.0 if last is None else max(0.0, float(last) - at)
                 failed[request] = (at, _cost(spent_s, spent_s, data, lost=True), number)
                 continue

@@ -13,6 +13,7 @@ The algorithm knows neither clocks nor sockets. Costs are tokens; they may be co
 the length of an answer is known.
 """
 
+import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ Lane = Hashable
 _MANY_FLOWS = 256
 #: Items that left without being served and are remembered before a clean-up.
 _MANY_GONE = 1024
+#: Turns of flows that have changed and are remembered before a clean-up.
+_MANY_TURNS = 64
 #: Why an item goes before an earlier one: there is room for it only (another lane), it is more
 #: urgent, its flow has been served less, or its key is lower.
 OTHER_LANE, URGENCY, FAIR_SHARE, ORDER = OVERTAKES = ("room", "priority", "fair_share", "order")
@@ -55,6 +58,42 @@ class QueuedItem(Generic[T]):
     """Later ones that were served before it."""
 
 
+class _Rank:
+    """Items of one lane and priority, and which of their flows goes next.
+
+    A heap holds each flow's turn: what it was served, and its first item. A turn that changes is
+    entered again, and the old entry is dropped when it comes to the top: a decision looks at a few
+    entries, however many flows wait.
+    """
+
+    __slots__ = ("_served", "_turns", "flows")
+
+    def __init__(self, served: dict[str, float]) -> None:
+        """``served``: tokens per weight, by flow; the queue's."""
+        self.flows: dict[str, list[tuple[int, int]]] = {}
+        """(key, number) of a flow's items, ascending; no flow is empty."""
+        self._served = served
+        self._turns: list[tuple[float, int, int, str]] = []
+
+    def enter(self, flow: str) -> None:
+        """A flow's first item, or what it was served, has changed."""
+        turns, flows = self._turns, self.flows
+        heapq.heappush(turns, (self._served[flow], *flows[flow][0], flow))
+        if len(turns) > _MANY_TURNS + 2 * len(flows):
+            turns[:] = [(self._served[name], *items[0], name) for name, items in flows.items()]
+            heapq.heapify(turns)
+
+    def first(self) -> tuple[float, int, int]:
+        """Return what the flow that goes next was served, and its item's key and number."""
+        turns, flows, served = self._turns, self.flows, self._served
+        while True:
+            tokens, key, number, flow = turns[0]
+            items = flows.get(flow)
+            if items is not None and items[0] == (key, number) and served[flow] == tokens:
+                return tokens, key, number
+            heapq.heappop(turns)
+
+
 class FairQueue(Generic[T]):
     """Items that wait, by lane, priority and flow."""
 
@@ -63,9 +102,8 @@ class FairQueue(Generic[T]):
         """All that wait, by number; to be read only."""
         self._arrivals: list[int] = []  # their numbers, ascending
         self._numbers: dict[int, int] = {}  # id of an item -> its number
-        # Lane -> priority -> flow -> (key, number), ascending, without empty parts.
-        self._lanes: dict[Lane, dict[int, dict[str, list[tuple[int, int]]]]] = {}
-        self._backlog: dict[str, int] = {}  # items that wait, by flow
+        self._lanes: dict[Lane, dict[int, _Rank]] = {}  # by priority; without empty parts
+        self._backlog: dict[str, set[_Rank]] = {}  # where items of a flow wait, by flow
         self._served: dict[str, float] = {}  # tokens per weight, by flow
         self._now = 0.0  # virtual time: what the flow served last had been served before
         self._next = 0
@@ -104,9 +142,17 @@ class FairQueue(Generic[T]):
         self.items[queued.number] = queued
         insort(self._arrivals, queued.number)
         self._numbers[id(queued.item)] = queued.number
-        flows = self._lanes.setdefault(queued.lane, {}).setdefault(queued.priority, {})
-        insort(flows.setdefault(queued.flow, []), (queued.key, queued.number))
-        self._backlog[queued.flow] = self._backlog.get(queued.flow, 0) + 1
+        priorities = self._lanes.setdefault(queued.lane, {})
+        rank = priorities.get(queued.priority)
+        if rank is None:
+            rank = priorities[queued.priority] = _Rank(self._served)
+        flow, place = queued.flow, (queued.key, queued.number)
+        items = rank.flows.setdefault(flow, [])
+        insort(items, place)
+        if items[0] == place:
+            rank.enter(flow)
+            if len(items) == 1:
+                self._backlog.setdefault(flow, set()).add(rank)
 
     def pop(self, blocked: Collection[Lane] = ()) -> QueuedItem[T] | None:
         """Take out the item that goes next, of no ``blocked`` lane; None: there is none."""
@@ -115,10 +161,9 @@ class FairQueue(Generic[T]):
             if lane in blocked:
                 continue
             priority = min(priorities)
-            for flow, items in priorities[priority].items():
-                turn = (priority, self._served[flow], *items[0])
-                if best is None or turn < best:
-                    best = turn
+            turn = (priority, *priorities[priority].first())
+            if best is None or turn < best:
+                best = turn
         if best is None:
             return None
         return self._turn(self.items[best[-1]], blocked)
@@ -184,15 +229,20 @@ class FairQueue(Generic[T]):
         queued.overtook = bisect_left(self._arrivals, number)
         del self._arrivals[queued.overtook]
         priorities = self._lanes[queued.lane]
-        flows = priorities[queued.priority]
-        del flows[flow][bisect_left(flows[flow], (queued.key, number))]
-        if not flows[flow]:
-            del flows[flow]
-            if not flows:
-                del priorities[queued.priority]
-                if not priorities:
-                    del self._lanes[queued.lane]
-        self._backlog[flow] -= 1
+        rank = priorities[queued.priority]
+        items = rank.flows[flow]
+        at = bisect_left(items, (queued.key, number))
+        del items[at]
+        if items:
+            if not at:
+                rank.enter(flow)
+            return
+        del rank.flows[flow]
+        if not rank.flows:
+            del priorities[queued.priority]
+            if not priorities:
+                del self._lanes[queued.lane]
+        self._backlog[flow].discard(rank)
         if not self._backlog[flow]:
             del self._backlog[flow]
 
@@ -202,18 +252,24 @@ class FairQueue(Generic[T]):
         """Charge a flow for something that goes now, whether or not it had to wait."""
         served = max(self._served.get(flow, 0.0), self._now)
         self._now = served
-        self._served[flow] = served + cost / weight
+        self._charge(flow, served + cost / weight)
         if len(self._served) > _MANY_FLOWS + 2 * len(self._backlog):
             self._forget_idle()
 
     def correct(self, flow: str, weight: float, more: float) -> None:
         """Something that a flow was charged for cost ``more`` tokens, fewer if negative."""
         if flow in self._served:
-            self._served[flow] += more / weight
+            self._charge(flow, self._served[flow] + more / weight)
+
+    def _charge(self, flow: str, served: float) -> None:
+        self._served[flow] = served
+        for rank in self._backlog.get(flow, ()):
+            rank.enter(flow)
 
     def _forget_idle(self) -> None:
         """Forget flows that do not wait; when they do again, they start level with the others."""
-        self._served = {flow: self._served[flow] for flow in self._backlog}
+        for flow in [flow for flow in self._served if flow not in self._backlog]:
+            del self._served[flow]
 
     # When there are too many.
 
@@ -229,7 +285,7 @@ class FairQueue(Generic[T]):
         waiting: dict[str, float] = {}
         latest: dict[str, QueuedItem[T]] = {}
         for priorities in self._lanes.values():
-            for name, items in priorities.get(worst, {}).items():
+            for name, items in priorities[worst].flows.items() if worst in priorities else ():
                 last = self.items[max(number for _, number in items)]
                 if name not in latest or last.number > latest[name].number:
                     latest[name] = last

@@ -167,14 +167,6 @@ def has_room(holding, replica, saturated):
 
 
 @jit
-def rooms(holding, replicas, free):
-    """Fill ``free`` bool [n]: which of ``replicas`` [n] REPLICA_VIEW may get a request."""
-    saturated = is_saturated(holding, replicas)
-    for i in range(replicas.size):
-        free[i] = has_room(holding, replicas[i], saturated)
-
-
-@jit
 def any_room(holding, replicas):
     """Whether some replica of ``replicas`` [n] may get a request."""
     saturated = is_saturated(holding, replicas)

@@ -31,8 +31,8 @@ FORMAT = 1
 _MARK = b'"tailrace":"decisions"'
 _GZIP = b"\x1f\x8b"
 _HASH_BYTES = 8
-#: Outcomes that are the servers' fault.
-FAILURES = ("backend_failed", "timeout")
+#: Outcomes of requests that were lost: failed by servers, or rejected while they waited (429).
+LOSSES = ("backend_failed", "timeout", "shed")
 #: Bytes that are read in vain at most when only the end of a file is wanted.
 _STRIDE = 256 << 10
 

@@ -1,8 +1,10 @@
 """The hard rules about waiting, in the live router: any traffic, any time, without sockets."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from router.clusters import Clock, backends, chat, new_chooser, new_cluster, send
 from router.conftest import quiet_settings
+from tailrace.autopilot.served_costs import ServedCosts
 from tailrace.config import Replica
 from tailrace.policy import registry
 from tailrace.queueing.fair_queue import OVERTAKES
@@ -20,6 +23,8 @@ from tailrace.router.intake.request_body import read_request
 from tailrace.router.proxy.routed_request import RoutedRequest
 from tailrace.router.state.cluster import ClusterState
 from tailrace.router.state.shared_state import new_shared_state
+from tailrace.view.objective import composite_cost
+from tailrace.workload import decision_log
 
 REPLICAS = 3
 SECONDS = st.sampled_from([0.0, 0.01, 0.3, 2.0])
@@ -310,3 +315,51 @@ def test_who_had_no_room_has_some_again_whoever_else_sends_requests(
         attempt.close("done")
     chooser.choose(cluster.arrive(chat("c")), {0, 1})
     assert rules.full() == set()
+
+
+def test_a_request_rejected_in_the_queue_leaves_a_line_that_its_policy_is_charged_with(
+    tmp_path: Path,
+) -> None:
+    policy = "least_outstanding+queue:max_in_flight=1"
+    folder = {"decisions": {"folder": str(tmp_path)}}
+    world = World(policy, admission={"queue": 1, "max_wait_s": 20}, **folder)
+    for _ in range(REPLICAS + 1):
+        world.arrive(0, 0, 30, 0.5)
+    assert len(world.waiting) == 1
+    world.clock.now += 2.0
+    pushed_out = world.arrive(0, 0, 30, 0.5)  # the queue is full
+    assert pushed_out.status == 429
+    for request in world.running:
+        request.ends()
+    world.running[0].ends()
+    log = world.context.decision_log
+    log.close()
+    lines = [data for _, _, data in decision_log.records(tmp_path)]
+    (rejected,) = [line for line in lines if line["outcome"] == "shed"]
+    assert (rejected["policy"], rejected["status"], rejected["replica"]) == (
+        world.router.backends.chooser.policy.name, 429, None,
+    )  # fmt: skip
+    assert rejected["waited_s"] == 0.0
+    done = [line for line in lines if line["outcome"] == "done"]
+    assert len(done) == REPLICAS + 1
+    costs = ServedCosts.read(tmp_path, 0.0)
+    assert costs.by(policy).all()
+    assert len(costs.cost_s) == REPLICAS + 2
+    assert costs.cost_s[-1] == composite_cost(0.0, 0.0, 0.0, True) == costs.cost_s.max()
+    assert decision_log.answered(tmp_path).skipped == 1
+
+
+def test_who_is_in_charge_of_a_rejected_request_goes_by_its_arrival(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = new_cluster(2, Clock(1000.0))
+    turns = {"canary_block_s": 60.0, "canary_share": 0.5}
+    chooser = new_chooser(cluster, "least_outstanding", canary="round_robin", **turns)
+    begin = 1_700_000_000 // 120 * 120.0
+    arrival = cluster.arrive(chat("hello"))
+    for now in np.arange(begin, begin + 1200.0, 30.0):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        at_once = chooser.in_charge(arrival, 1000.0)
+        assert at_once == chooser._role_for(arrival).policy.name
+        monkeypatch.setattr("time.time", lambda now=now: now + 45.0)
+        assert chooser.in_charge(arrival, 1045.0) == at_once

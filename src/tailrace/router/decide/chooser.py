@@ -193,19 +193,15 @@ class Chooser:
         """Choose a replica for a request, none of ``excluded``; None: there is none available."""
         started = time.perf_counter()
         cluster = self.cluster
-        hidden: list[int] = []
-        if excluded:
-            hidden = [r for r in excluded if 0 <= r < len(cluster) and cluster.available(r)]
-            for r in hidden:
-                cluster.set_available(r, False)
+        hidden = cluster.hide(excluded) if excluded else ()
         try:
             decision = self._decide(arrival, started)
         except Exception as error:  # a bug of ours must not stop the traffic
             self._failed(error)
             decision = self._plain_choice(arrival)
         finally:
-            for r in hidden:
-                cluster.set_available(r, True)
+            if hidden:
+                cluster.unhide(hidden)
         if decision is not None:
             decision.took_s = time.perf_counter() - started
         return decision
@@ -291,6 +287,16 @@ class Chooser:
             session = str(arrival.session.number if arrival.session else arrival.id)
         part = xxhash.xxh3_64_intdigest(session.encode(errors="surrogatepass")) / 2.0**64
         return self._canary if part < share else self._main
+
+    def in_charge(self, arrival: Arrival, now: float) -> str:
+        """Return the policy in charge when a request arrived; ``now``: the cluster's clock, s."""
+        if self._canary is None:
+            return self._main.policy.name
+        if self._turns is None:
+            return self._role_for(arrival).policy.name
+        arrived_s = time.time() - (now - arrival.arrived_at)
+        has_turn = arrived_s < self._canary_until and self._turns.is_candidates(arrived_s)
+        return (self._canary if has_turn else self._main).policy.name
 
     def _has_turn(self) -> bool:
         """Whether a canary that takes turns has the present block of time."""
@@ -410,6 +416,7 @@ class Chooser:
         """
         roles = (self._main, self._canary, self._shadow)
         python = everything or any(role is not None and role.code == k.NO_RULE for role in roles)
+        orders = everything or any(rules.order is not None for rules in self._waiting_rules)
         rule = self.settings.fallback
         shadow = rule if everything or self._shadow is not None else ""
         # Told nothing of its servers, so that their speeds are learned.
@@ -424,6 +431,8 @@ class Chooser:
                 chooser._judge(chooser._main, k.NO_CAUSE)
             attempt = Attempt(toy, arrival, decision.replica, decision)
             toy.cached_on(arrival, 0)
+            if orders:
+                toy.least_work_s(arrival, frozenset())
             attempt.tokens(2)
             attempt.usage(8, 2, 0)
             attempt.close("done")

@@ -1,5 +1,7 @@
 """The decision log: a line of JSON for every request at a replica, in files that are rotated.
 
+A request that is rejected while it waits (429) has a line, too, without a replica.
+
 It holds lengths, times and hashes, never text. Content and session ids stand in it as keyed hashes
 (SipHash and BLAKE2b with a secret of this installation, which lies beside the log): equal prefixes
 have equal hashes in all its files, but nobody can find out a text by hashing guesses without the
@@ -27,7 +29,7 @@ from binascii import b2a_base64
 from collections import deque
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -37,6 +39,7 @@ from tailrace.config import Settings
 from tailrace.errors import TailraceError
 from tailrace.router.intake.hashing import keyed
 from tailrace.router.intake.prompt_blocks import BLOCK_UNITS
+from tailrace.router.state.arrival import Arrival
 from tailrace.router.state.attempt import Attempt
 
 FORMAT = 1
@@ -114,6 +117,17 @@ def _make_salt(path: Path) -> None:
         os.close(folder)
 
 
+class Rejection(NamedTuple):
+    """A request that was rejected in the queue, before any replica was chosen for it."""
+
+    arrival: Arrival
+    policy: str
+    """In charge when it arrived."""
+    at: float
+    """When, s of the cluster's clock."""
+    status: int
+
+
 class DecisionLog:
     """Writes decisions. Without a folder it does nothing."""
 
@@ -133,7 +147,7 @@ class DecisionLog:
         self._hashed = np.empty(64, np.uint64)
         if settings.content:
             keyed(self._hashed[:0], self._content_key, self._hashed)  # compile it now
-        self._attempts: list[tuple[Attempt, str, str]] = []
+        self._attempts: list[tuple[Attempt | Rejection, str, str]] = []
         self._lines: deque[list[bytes]] = deque()
         self._pending = 0  # bytes put in by the event loop ...
         self._taken = 0  # ... and taken out by the thread
@@ -153,6 +167,16 @@ class DecisionLog:
 
     def write(self, attempt: Attempt, outcome: str, backend: str = "") -> None:
         """Write an attempt that has been closed; ``backend``: the name of its replica."""
+        self._add(attempt, outcome, backend)
+
+    def rejected(self, arrival: Arrival, policy: str, at: float, status: int) -> None:
+        """Write a request that was rejected in the queue at ``at`` (s of the cluster's clock).
+
+        ``policy``: in charge when it arrived, so that it can be charged with the loss.
+        """
+        self._add(Rejection(arrival, policy, at, status), "shed", "")
+
+    def _add(self, attempt: Attempt | Rejection, outcome: str, backend: str) -> None:
         if self._thread is None:
             return
         attempts = self._attempts
@@ -302,12 +326,16 @@ class DecisionLog:
 
     # ---- a line ---------------------------------------------------------------------------------
 
-    def record(self, attempt: Attempt, outcome: str, backend: str = "") -> dict[str, Any]:
+    def record(
+        self, attempt: Attempt | Rejection, outcome: str, backend: str = ""
+    ) -> dict[str, Any]:
         """Return what is written of an attempt; times are Unix times in s.
 
         The number of a replica may be given to another one once it was removed; ``backend``, its
         name, tells them apart.
         """
+        if isinstance(attempt, Rejection):
+            return self._rejection(attempt, outcome)
         arrival, decision, offset_s = attempt.arrival, attempt.decision, self._offset_s
         asked, first_at, last_at = arrival.asked, attempt.first_at, attempt.last_at
         prompt, known = attempt.known_prompt_tokens
@@ -343,7 +371,7 @@ class DecisionLog:
             "streams": asked.streams,
             "priority": asked.priority,
             "ttft_slo_s": asked.ttft_slo_s,
-            "session": self._session(attempt),
+            "session": self._session(arrival),
             "turn": arrival.turn,
         }
         if decision.priority is not None:
@@ -370,8 +398,36 @@ class DecisionLog:
             record["blocks"] = b2a_base64(data[: 8 * runs.whole], newline=False).decode()
         return record
 
-    def _session(self, attempt: Attempt) -> str | None:
-        arrival = attempt.arrival
+    def _rejection(self, rejection: Rejection, outcome: str) -> dict[str, Any]:
+        """Return what is written of a rejected request: no replica, no first token, no content."""
+        arrival = rejection.arrival
+        asked = arrival.asked
+        return {
+            "id": f"{self._boot}-{arrival.id}",
+            "attempt": 0,
+            "kind": asked.kind,
+            "model": asked.model[:_LONGEST_NAME],
+            "policy": rejection.policy,
+            "replica": None,
+            "backend": "",
+            "fell_back": None,
+            "shadow": None,
+            "prompt_routed": arrival.prompt_tokens,
+            "prompt_routed_by": arrival.how_long,
+            "predicted_output": arrival.predicted_output,
+            "arrived": arrival.arrived_at + self._offset_s,
+            "last": rejection.at + self._offset_s,
+            "waited_s": round(max(0.0, rejection.at - arrival.arrived_at), 6),
+            "outcome": outcome,
+            "status": rejection.status,
+            "streams": asked.streams,
+            "priority": asked.priority,
+            "ttft_slo_s": asked.ttft_slo_s,
+            "session": self._session(arrival),
+            "turn": arrival.turn,
+        }
+
+    def _session(self, arrival: Arrival) -> str | None:
         session = arrival.asked.session
         if session is not None:
             name = session.encode(errors="surrogatepass")

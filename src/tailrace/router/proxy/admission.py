@@ -5,7 +5,7 @@ traffic only, so that a failing cluster does not get twice the requests.
 """
 
 import math
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from itertools import islice
 from typing import Protocol
 
@@ -17,6 +17,10 @@ from tailrace.router.settings import AdmissionSettings, RetrySettings
 MIN_RETRY_AFTER_S, MAX_RETRY_AFTER_S = 1, 60
 #: Time constant of the measured rate of admissions, in s.
 PACE_S = 10.0
+
+
+def _always() -> bool:
+    return True
 
 
 class Waiting(Protocol):
@@ -118,10 +122,13 @@ class Queue:
             for queued in islice(self._waiting, most)
         )  # fmt: skip
 
-    def pump(self, now: float, max_wait_s: float = math.inf) -> None:
+    def pump(
+        self, now: float, max_wait_s: float = math.inf, has_room: Callable[[], bool] = _always
+    ) -> None:
         """There may be room: send what can be sent, in order.
 
-        Who has waited ``max_wait_s`` is tried first.
+        Who has waited ``max_wait_s`` is tried first. ``has_room``: False if a backend has room for
+        nobody, so that nobody else need be tried.
         """
         if self._pumping:
             self._again = True  # sending one may end it at once, and make room again
@@ -132,7 +139,7 @@ class Queue:
             if max_wait_s < math.inf:
                 self._send_overdue(now, max_wait_s, full)
             # Out before it is tried: it may be shed or sent within the call.
-            while (queued := self._waiting.pop(full)) is not None:
+            while has_room() and (queued := self._waiting.pop(full)) is not None:
                 self._again = False
                 if queued.item.admitted(queued):
                     self._passed(now)

@@ -320,8 +320,8 @@ class Backends:
         rules = self.chooser.waiting_rules
         if rules.holding is not None and not overdue:
             ineligible = ineligible | rules.full()
-            # It happens at each end and first token while requests wait. With other workers or
-            # routers the chooser must be asked all the same: it looks at what they have sent.
+            # With other workers or routers the chooser must be asked all the same: it looks at what
+            # they have sent.
             if len(ineligible) >= len(self.all) and self.cluster.worker_view.shared.alone:
                 return None
         excluded: Set[int] = self.full
@@ -341,6 +341,10 @@ class Backends:
             if len(hard) < len(self.all):
                 decision = self.chooser.choose(arrival, hard)
         return decision
+
+    def has_room(self) -> bool:
+        """Whether a backend may have room for requests that wait, by the policy's limits."""
+        return self.chooser.waiting_rules.any_room()
 
     def any_backend(self, tried: Collection[Backend]) -> Backend | None:
         """Return the available backend with the fewest requests, for what is not routed."""

@@ -71,7 +71,7 @@ class RequestContext:
             if most_s < math.inf:
                 # Who waits only because of the policy is sent before it would be rejected.
                 most_s = min(most_s, self.settings.admission.max_wait_s)
-            self.queue.pump(self.now, most_s)
+            self.queue.pump(self.now, most_s, self.backends.has_room)
             self.report_waiting()
 
     def report_waiting(self) -> None:

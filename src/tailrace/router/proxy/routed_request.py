@@ -150,8 +150,14 @@ class RoutedRequest:
 
     def shed(self, why: str) -> None:
         """Reject it with 429; called by the queue."""
-        self._context.events.shed("queue")
-        after = self._context.queue.retry_after_s(self._context.now)
+        context = self._context
+        context.events.shed("queue")
+        if self.arrival is not None and not self._attempts:
+            # A request that was sent before has a line of its attempt.
+            now, chooser = context.backends.cluster.clock(), context.backends.chooser
+            policy = chooser.in_charge(self.arrival, now)
+            context.decision_log.rejected(self.arrival, policy, now, 429)
+        after = context.queue.retry_after_s(context.now)
         self._reply(429, why, "shed", b"retry-after: %d\r\n" % after)
 
     def _wait(self) -> None:

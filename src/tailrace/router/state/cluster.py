@@ -11,7 +11,7 @@ import heapq
 import itertools
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Protocol
 
 import numpy as np
@@ -267,6 +267,18 @@ class ClusterState(ReplicaRecords):
             arrival.prompt_tokens, runs.keys, runs.units, runs.branch_at, runs.total,
         )  # fmt: skip
         return int(cached)
+
+    def least_work_s(self, arrival: Arrival, excluded: Set[int]) -> float:
+        """Prefill of a prompt where it takes least, s; on none of ``excluded``, 0 if on all."""
+        runs, index = arrival.runs, self.index
+        hidden = np.zeros(len(self.replicas), np.bool_)
+        if excluded:
+            hidden[[r for r in excluded if r < hidden.size]] = True
+        work_s = kernels.least_work_s(
+            index.entries, index.slots, index.totals, self.replicas, self.seen, self.beliefs,
+            hidden, arrival.prompt_tokens, runs.keys, runs.units, runs.branch_at, runs.total,
+        )  # fmt: skip
+        return float(work_s)
 
     def sent(self, entry: LedgerEntry) -> tuple[float, int]:
         """Enter an attempt; return its ``used_at`` and ``answer_tokens``."""

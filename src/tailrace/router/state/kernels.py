@@ -27,6 +27,7 @@ from tailrace.policy.rules import LEARNED, quantities, score
 from tailrace.policy.rules.predicted import predicted_ttft
 from tailrace.router.state import server_model
 from tailrace.view import ledger, prefix_index
+from tailrace.view.holding import has_room, is_saturated
 from tailrace.view.prefix_index import PrefixIndex
 from tailrace.view.records import HISTORY_S, View
 from tailrace.view.selection import NO_REPLICA, choose
@@ -175,6 +176,40 @@ def cached_on(
     """:func:`_cached_tokens` for callers in Python."""
     index, answers = PrefixIndex(entries, slots, totals), beliefs[r]["answers"]
     return _cached_tokens(index, replicas[r], r, prompt, keys, units, branch_at, total, answers)
+
+
+@jit
+def without_room(holding, replicas, full):
+    """Fill ``full`` bool [n]: which of ``replicas`` [n] REPLICA_VIEW have no room; return how many.
+
+    ``holding`` [1] HOLDING: an array, which costs a call from Python a third of what a row does.
+    """
+    count, saturated = 0, is_saturated(holding[0], replicas)
+    for i in range(replicas.size):
+        full[i] = not has_room(holding[0], replicas[i], saturated)
+        count += full[i]
+    return count
+
+
+@jit
+def least_work_s(
+    entries, slots, totals, replicas, seen, beliefs, hidden, prompt, keys, units, branch_at, total
+):  # fmt: skip
+    """Prefill of a prompt where it takes least, s; ``hidden`` bool [n] do not count, 0: all are.
+
+    ``replicas`` and ``seen`` [n] REPLICA_VIEW: this worker's own, and what it sees of all workers.
+    """
+    least = np.inf
+    for r in range(hidden.size):
+        if hidden[r]:
+            continue
+        cached = np.int64(0)
+        if beliefs[r]["caching"] != 0:
+            cached = cached_on(
+                entries, slots, totals, replicas, beliefs, r, prompt, keys, units, branch_at, total
+            )
+        least = min(least, (prompt - cached) / max(seen[r]["prefill_tokens_per_s"], 1.0))
+    return least if least < np.inf else 0.0
 
 
 @jit

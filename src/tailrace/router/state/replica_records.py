@@ -7,7 +7,7 @@ free is given to another server.
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,6 +194,23 @@ class ReplicaRecords:
     def set_available(self, replica: int, available: bool) -> None:
         """Record whether a replica may get requests; health and drains decide that."""
         self.cells[replica * WIDTH + _AVAILABLE] = int(available)
+
+    def hide(self, replicas: Collection[int]) -> list[int]:
+        """Let replicas get no requests for a moment; return what :meth:`unhide` needs."""
+        cells, hidden, size = self.cells, [], len(self)
+        for r in replicas:
+            if 0 <= r < size:
+                at = r * WIDTH + _AVAILABLE
+                if cells[at]:
+                    cells[at] = 0
+                    hidden.append(at)
+        return hidden
+
+    def unhide(self, hidden: Sequence[int]) -> None:
+        """Undo :meth:`hide`."""
+        cells = self.cells
+        for at in hidden:
+            cells[at] = 1
 
     def available(self, replica: int) -> bool:
         """Whether a replica may get requests."""

@@ -174,7 +174,7 @@ def waiting(
             decide.wall += clock.wall
             decide.cpu += clock.cpu
 
-    pump, intake.queue.pump = intake.queue.pump, pumped  # type: ignore[method-assign]
+    pump, intake.queue.pump = intake.queue.pump, pumped  # type: ignore[assignment, method-assign]
     for i in range(queued + IN_FLIGHT * replicas):
         arrival(i)
     assert len(intake.queue) == queued

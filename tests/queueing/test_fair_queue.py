@@ -25,7 +25,7 @@ class Item:
 
 def served(queue: FairQueue[Item], count: int = 10**6, blocked: Any = ()) -> list[Item]:
     """Take items out as a server with room for all would."""
-    found = []
+    found: list[Item] = []
     while len(found) < count and (queued := queue.pop(blocked)) is not None:
         queue.serve(queued.flow, queued.weight, queued.cost)
         found.append(queued.item)

@@ -1,6 +1,7 @@
 """Priorities on their way to servers: who is told one, and what arrives there."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -200,16 +201,20 @@ def test_a_policys_own_order_is_for_servers_that_go_by_priorities(tmp_path: Path
     async def test() -> None:
         async with Serving(routing={"policy": str(mine), "guard": False}) as world:
             assert world.router.backends.chooser.waiting_rules.order is None
-            for text in ("short", "long " * 4000) * 6:
-                assert (await ask(world, request(chat(text)))).status == 200
+            kinds = set()
             first, second = world.backends
-            told = [orjson.loads(one.body) for one in first.seen]
-            # Two prompts, sent in turn: the long one gives way by more than they are apart.
-            short, long = (
-                [d["priority"] for d in told if (len(str(d)) > 999) == is_long]
-                for is_long in (False, True)
-            )
-            assert max(short) < min(long)
+            for k in range(12):
+                is_long = k % 2 == 1
+                text = f"{k} " + "long " * 4000 * is_long  # none of it cached
+                began, told = time.time(), len(first.seen)
+                assert (await ask(world, request(chat(text)))).status == 200
+                if len(first.seen) > told:
+                    key_s = orjson.loads(first.seen[-1].body)["priority"] / 1000
+                    # Whenever it arrived in between: a long prompt gives way, a short one hardly.
+                    given = key_s - (began if is_long else time.time())
+                    assert given > 5 if is_long else given < 2
+                    kinds.add(is_long)
+            assert kinds == {False, True}
             assert second.seen
             assert all("priority" not in orjson.loads(one.body) for one in second.seen)
 

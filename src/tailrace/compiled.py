@@ -279,7 +279,6 @@ def _compiler(cache: Any = _Cache, **options: Any) -> Any:
 jit: Any = _compiler()
 
 _without_wrapper: Any = _compiler(no_cpython_wrapper=True)
-_pasted: Any = _compiler(no_cpython_wrapper=True, forceinline=True)
 _twin: Any = _compiler(_TwinCache)
 
 
@@ -302,18 +301,6 @@ def inner(function: Any) -> Any:
     call it all the same, and then compiles it a second time.
     """
     dispatcher = _without_wrapper(function)
-    if not _numba.config.DISABLE_JIT:
-        dispatcher.__class__ = _Inner
-    return dispatcher
-
-
-def pasted(function: Any) -> Any:
-    """Decorate a function like :func:`inner` that LLVM pastes into its callers, however large.
-
-    For functions that run at every step of a simulation: an array is handed over as up to ten
-    numbers on the stack, a fleet as hundreds. Large functions take long to compile once more.
-    """
-    dispatcher = _pasted(function)
     if not _numba.config.DISABLE_JIT:
         dispatcher.__class__ = _Inner
     return dispatcher

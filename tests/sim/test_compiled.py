@@ -13,18 +13,9 @@ from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
-from tailrace.sim.kvcache import ROW_EXTENTS, ROW_GROWING, ROW_HEAD, ROW_NAMED
 from tailrace.sim.result import FAILED, FINISHED, PENDING, SimResult
 from tailrace.sim.simulator import Simulation, simulate
-from tailrace.sim.types import (
-    NOT_ARRIVED,
-    RUNNING,
-    SCHEDULER_CODES,
-    SLOT_OFFSET,
-    SLOT_REQUEST,
-    SLOT_ROW,
-    WAITING,
-)
+from tailrace.sim.types import NOT_ARRIVED, RUNNING, SCHEDULER_CODES, WAITING
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
 
@@ -210,29 +201,15 @@ def check_books(simulation: Simulation) -> None:
 
 def check_cache(fleet, r: int, server) -> None:  # type: ignore[no-untyped-def]
     """Every block is in one extent, with as many holders as rows list it."""
-    extents = fleet.extents[0, r].copy()
+    extents = fleet.extents[0, r]
     refs: Counter[int] = Counter()
     nameless = 0
-    growing = 0
     for i in range(server["n_slots"]):
-        slot = fleet.slots[0, r, :, i]
-        row = fleet.held[0, r, slot[SLOT_ROW]]
-        named = int(row[ROW_NAMED])
-        blocks = int(fleet.requests[0][slot[SLOT_REQUEST]]["blocks"])
-        if i < server["n_decodes"]:
-            # Iterations are formed lazily: at a decision, the running one has got its blocks.
-            reached = int(slot[SLOT_OFFSET] + server["reached"])
-            blocks = max(blocks, -(-reached // int(server["block_size"])))
-        if e := row[ROW_GROWING]:
-            growing += 1
-            assert extents[e]["refs"] == 1
-            assert not any(extents[e][link] for link in ("after", "older", "younger"))
-            named = reached // int(server["block_size"])
-            extents[e]["count"] = named - extents[e]["first"]
-        nameless += blocks - named
+        row = fleet.held[0, r, fleet.slots[0, r, 5, i]]
+        named = int(row[1])
+        nameless += int(fleet.requests[0][fleet.slots[0, r, 0, i]]["blocks"]) - named
         e, covered = 0, 0
-        listed = row[ROW_HEAD : ROW_HEAD + row[ROW_EXTENTS]]
-        starts = {int(extents[x]["first"]): int(x) for x in listed}
+        starts = {int(extents[x]["first"]): int(x) for x in row[2 : 2 + row[0]]}
         while covered < named:
             e = starts.get(covered, int(extents[e]["rest"]))
             assert extents[e]["first"] == covered
@@ -249,7 +226,7 @@ def check_cache(fleet, r: int, server) -> None:  # type: ignore[no-untyped-def]
     assert all(extents[e]["refs"] == count for e, count in refs.items())
     held = sum(int(extents[e]["count"]) for e in refs)
     assert held + nameless + server["free_blocks"] == server["num_blocks"]
-    found = set()
+    reached = set()
     for head in fleet.buckets[0, r]:
         end = 0
         while head:
@@ -259,11 +236,10 @@ def check_cache(fleet, r: int, server) -> None:  # type: ignore[no-untyped-def]
             while twin:
                 same = ["chain", "first", "count"]
                 assert extents[twin][same] == extents[head][same]
-                found.add(int(twin))
+                reached.add(int(twin))
                 twin = extents[twin]["younger"]
             head = extents[head]["after"]
-    assert found == {*refs, *(e for e in free if extents[e]["chain"] >= 0)}
-    assert np.count_nonzero(extents["grower"][list(refs)]) == growing
+    assert reached == {*refs, *(e for e in free if extents[e]["chain"] >= 0)}
 
 
 @pytest.mark.compiled

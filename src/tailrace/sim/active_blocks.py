@@ -1,42 +1,35 @@
 """Distinct prompt blocks of the requests in flight, for rules that read them.
 
 Blocks are named by all content up to their end, so the blocks that a prompt shares with a set of
-prompts are its leading ones, as many as with the one it shares most with. The requests in flight
-are those in a server's slots and queue; they are counted anew when one has come or gone.
+prompts are its leading ones, as many as with the one it shares most with. Counted anew for a
+decision: the requests in flight are those in a server's slots and queue.
 """
 
 import numpy as np
 
-from tailrace.compiled import inner, pasted
+from tailrace.compiled import inner, jit
 from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, WAITING
 
 
-@pasted
+@jit
 def count(fleet, tables, c):
     """Fill ``active_blocks`` and ``new_blocks`` of the replicas for the current request."""
     cluster = fleet.clusters[c]
     table = cluster["table"]
     in_flight = fleet.in_flight_scratch[c]
-    own = fleet.requests_view[c]["id"]
     for r in range(cluster["n_replicas"]):
-        view, server = fleet.replicas_view[c, r], fleet.servers[c, r]
-        size = server["block_size"]
-        if server["n_slots"] == 0 and server["queue_len"] == 0:
-            view["active_blocks"] = 0
-            view["new_blocks"] = tables.facts[table, own]["prompt"] // size
-            continue
+        view = fleet.replicas_view[c, r]
+        size = fleet.servers[c, r]["block_size"]
         number = _list_in_flight(fleet, c, r, in_flight)
-        came_and_went = server["requests"] + view["finished"]
-        if server["active_at"] != came_and_went:
-            server["active_at"] = came_and_went
-            blocks = np.int64(0)
-            for k in range(number):
-                blocks += _unshared(tables, table, in_flight[k], in_flight[:k], size)
-            view["active_blocks"] = blocks
+        blocks = np.int64(0)
+        for k in range(number):
+            blocks += _unshared(tables, table, in_flight[k], in_flight[:k], size)
+        view["active_blocks"] = blocks
+        own = fleet.requests_view[c]["id"]
         view["new_blocks"] = _unshared(tables, table, own, in_flight[:number], size)
 
 
-@pasted
+@inner
 def _list_in_flight(fleet, c, r, in_flight):
     """Write the requests on replica ``r`` to ``in_flight``; return how many there are."""
     server, requests, cluster = fleet.servers[c, r], fleet.requests[c], fleet.clusters[c]
@@ -63,7 +56,7 @@ def _list_in_flight(fleet, c, r, in_flight):
     return number
 
 
-@pasted
+@inner
 def _unshared(tables, table, n, others, size):
     """Full blocks of prompt ``n`` that the prompts of ``others`` lack."""
     fact = tables.facts[table, n]

@@ -263,7 +263,7 @@ def _look_up_prefix(fleet, tables, c, r, n):
     keys = tables.run_keys[table, start : start + fact["run_count"]]
     tokens = tables.run_tokens[table, start : start + fact["run_count"]]
     size = fleet.servers[c, r]["block_size"]
-    matched = prefix_index.seen_tokens(index, r, keys, tokens)
+    matched = prefix_index.match_tokens(index, r, keys, tokens)
     # At least one prompt token has to be computed to produce an output token.
     computable = (fact["prompt"] - 1) // size * size
     replica["cached_tokens"] = min(matched // size * size, computable)

@@ -20,7 +20,7 @@ def step(server, slots, phase, kv, requests, content, cost, t, notices):
     if server["busy"]:
         if server["until"] > t:
             return NOTHING
-        _end_iteration(server, slots, phase, kv, requests, content, notices)
+        _end_iteration(server, slots, phase, kv, requests, notices)
         return ENDED
     if server["ready_at"] >= t:
         return NOTHING
@@ -30,7 +30,7 @@ def step(server, slots, phase, kv, requests, content, cost, t, notices):
 
 
 @inlined
-def _end_iteration(server, slots, phase, kv, requests, content, notices):
+def _end_iteration(server, slots, phase, kv, requests, notices):
     notices[0, 0] = 0
     notices[1, 0] = 0
     end = server["until"]
@@ -39,18 +39,17 @@ def _end_iteration(server, slots, phase, kv, requests, content, notices):
     server["busy"] = 0
     _count_iterations(server, steps, end - server["start"])
     if server["decoding"]:
-        if steps > 1 and server["counted"]:
+        if steps > 1 and not server["explicit"]:
             due = batching.blocks_due(server, phase, server["tick"] + 1, steps - 1)
-            batching.take_counted(server, kv, due)
+            server["free_blocks"] -= due
         server["context"] += (decodes - server["parked"]) * steps
         server["tick"] += steps
-        server["reached"] = server["tick"]
         if server["parked"] > 0:
             batching.unpark(server, slots, phase)
         if server["tick"] >= server["next_finish"]:
             batching.retire_decodes(server, slots, phase, kv, requests, end, notices)
     if server["n_slots"] > server["n_decodes"]:
-        batching.advance_prefills(server, slots, phase, kv, requests, content, end, notices)
+        batching.advance_prefills(server, slots, phase, kv, requests, end, notices)
     has_work = server["n_slots"] > 0 or server["queue_len"] > 0
     server["ready_at"] = end if has_work else np.inf
 
@@ -113,7 +112,7 @@ def set_speed(server, cost, factor, now):
 def blocks_held(server, phase, cost, now):
     """Blocks held by requests at ``now`` (s)."""
     free = server["free_blocks"]
-    if server["busy"] and server["steps"] > 1 and server["counted"]:
+    if server["busy"] and server["steps"] > 1 and not server["explicit"]:
         ended = schedulers.steps_ended(server, cost, now)
         free -= batching.blocks_due(server, phase, server["tick"] + 1, ended)
     return server["num_blocks"] - free
@@ -222,8 +221,6 @@ def empty(server, phase, kv):
     server["event_tail"] = -1
     server["next_finish"] = batching.NO_TICK
     server["next_event"] = batching.NO_TICK
-    server["next_fill"] = batching.NO_TICK
-    server["reached"] = server["tick"]
     server["fresh"] = 0
     server["free_blocks"] = server["num_blocks"]
     phase[:] = 0

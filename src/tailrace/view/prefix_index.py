@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import inner, jit, pasted
+from tailrace.compiled import inner, jit
 
 #: One run known to a replica. Entry 0 of a row is no run but the head of a circular list:
 #: ``older`` and ``newer`` link all runs in order of use, and ``newer`` of entry 0 is the oldest.
@@ -60,12 +60,6 @@ def new_index(replicas: int, entries: int) -> PrefixIndex:
 
 @jit
 def match_tokens(index, replica, keys, tokens):
-    """Return what :func:`seen_tokens` does, as a function of its own."""
-    return seen_tokens(index, replica, keys, tokens)
-
-
-@pasted
-def seen_tokens(index, replica, keys, tokens):
     """Return how many leading tokens of a prompt the replica has seen, as far as the index knows.
 
     ``keys`` uint64 [u] and ``tokens`` int32 [u] are the runs of the prompt in order. The walk ends

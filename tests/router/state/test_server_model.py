@@ -176,18 +176,6 @@ def test_a_slow_down_is_followed_within_a_minute() -> None:
     assert abs(same) < 0.15
 
 
-def test_a_slow_down_of_a_well_known_server_is_followed_as_soon(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(server_model, "MANY", 100)
-    slow = Event(at_s=30.0, replica=0, kind="slow", factor=0.4)
-    servers = (Replica(), Replica())
-    cluster = learned(*servers, rate=4.0, requests=360, events=(slow,))
-    assert (cluster.models["equations"] > 100).all()
-    (slowed, _), _ = errors(cluster, (Replica(speed=0.4), Replica()))
-    assert abs(slowed) < 0.15
-
-
 def test_what_the_settings_say_is_kept() -> None:
     told = (Replica(speed=0.7), Replica(device="h100-llama2-7b"))
     cluster = learned(Replica(), Replica(), told=told, requests=60)
@@ -328,9 +316,9 @@ def test_at_a_high_rate_few_requests_teach() -> None:
     cluster = ClusterState(backends(Replica()), clock)
     taught = 0
     cluster.models["equations"] = server_model.MANY
-    for _ in range(1000):  # over 160 s
-        clock.now += 0.16
+    for _ in range(1000):  # over 10 s
+        clock.now += 0.01
         if clock.now >= cluster.lesson_at[0]:
             cluster.begin_lesson(0, clock.now)
             taught += 1
-    assert 35 <= taught <= 41  # one in 4 s
+    assert 35 <= taught <= 41

@@ -58,10 +58,10 @@ SURPRISE = 3.0
 LEAST, MAX_VARIANCE = 0.01, 100.0
 #: Weight of one more equation in the moving mean of relative errors.
 ERROR_STEP = 0.02
-#: Shortest time between two requests to a server that teach, s: while it is little known or its
-#: latest time was a surprise, and afterwards. A lesson costs 16 us of CPU time.
-LESSON_EVERY_S, REVIEW_EVERY_S = 0.02, 4.0
-#: Equations after which a server is known.
+#: Shortest time between two requests to a server that teach, s: of a server with few equations so
+#: far, and of one with many. At low rates nearly every request teaches; at high rates, when CPU
+#: time matters, few do.
+LESSON_EVERY_S, REVIEW_EVERY_S = 0.02, 0.25
 MANY = 1000
 
 #: What is known of a server.
@@ -73,7 +73,6 @@ SERVER_MODEL = np.dtype(
         ("covariance", "f8", (N_FACTORS, N_FACTORS)),
         ("updated_at", "f8"),  # s
         ("equations", "i8"),  # so far
-        ("surprised", "i8"),  # 1: by the latest of them
         ("error", "f8"),  # moving mean of |predicted - seen| / seen
         # of answers: deviation of the last one as a share, and how much that varies from one to the
         # next (standard deviation; not from the prediction, which is off when a server slows down)
@@ -115,10 +114,9 @@ def new_models(servers: Sequence[Replica]) -> NDArray[np.void]:
     return models
 
 
-def lesson_interval_s(model: np.void) -> float:
-    """Return the time until another request to a server teaches, s."""
-    settled = model["equations"] >= MANY and not model["surprised"]
-    return REVIEW_EVERY_S if settled else LESSON_EVERY_S
+def lesson_interval_s(equations: int) -> float:
+    """Return the time until another request to a server with so many equations teaches, s."""
+    return LESSON_EVERY_S if equations < MANY else REVIEW_EVERY_S
 
 
 @jit
@@ -329,7 +327,6 @@ def _learn(model, seconds, now, noise):
     model["error"] += max(ERROR_STEP, 1.0 / model["equations"]) * (error - model["error"])
     limit = SURPRISE * np.sqrt(variance)
     surprised = abs(off) > limit
-    model["surprised"] = 1 if surprised else 0
     off = min(max(off, -limit), limit)
     for i in range(N_FACTORS):
         factors[i] = max(LEAST, factors[i] + gain[i] / variance * off)

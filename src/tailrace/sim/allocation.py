@@ -1,7 +1,7 @@
 """Sizes of the arrays that clusters need, and the allocation of a fleet of them."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -59,7 +59,7 @@ class Allocation:
 
     def joined(self, other: "Allocation") -> "Allocation":
         """Return sizes that are enough for both."""
-        return Allocation(*map(max, astuple(self), astuple(other)))
+        return Allocation(*map(max, vars(self).values(), vars(other).values()))
 
     def with_slack(self) -> "Allocation":
         """Return sizes 1.5 times as large where tables differ."""

@@ -159,11 +159,14 @@ def set_up(
 ) -> None:
     """Reset cluster ``c`` to time 0, to play table number ``g``."""
     n = len(replicas)
-    for array in (fleet.clusters, fleet.servers, fleet.requests, fleet.replicas_view, fleet.router):
-        array[c] = np.zeros((), array.dtype)
+    for array in (
+        *(fleet.clusters, fleet.servers, fleet.requests),
+        *(fleet.replicas_view, fleet.router, fleet.flows),
+    ):
+        # As bytes: NumPy would write records field by field, ten times as slowly.
+        array[c : c + 1].view(np.uint8)[...] = 0
     fleet.wake[c] = np.inf
     fleet.last_replica[c] = -1
-    fleet.flows[c] = np.zeros((), fleet.flows.dtype)
     fleet.costs[c, :n] = replica_costs(replicas)
     fleet.replicas_view[c, :n] = idle_views(replicas)
     index = PrefixIndex(fleet.index_entries[c], fleet.index_slots[c], fleet.index_totals[c])

@@ -45,7 +45,10 @@ def cost_rows(models: Sequence[CostModel]) -> NDArray[np.void]:
     """Return the models as rows [n] of dtype COST."""
     rows = np.zeros(len(models), COST)
     rows["knot"] = np.inf
-    for row, model in zip(rows, models, strict=True):
+    for i, (row, model) in enumerate(zip(rows, models, strict=True)):
+        if i and model is models[i - 1]:
+            rows[i] = rows[i - 1]
+            continue
         row["base_ms"] = model.base_ms
         row["per_token_ms"] = model.per_token_ms
         row["per_context_ms"] = model.per_context_ms

@@ -117,8 +117,10 @@ class RequestTable:
                 raise RowError(int(np.argmax(bad)), what)
 
         for name in ("arrival_s", "think_s", "ttft_slo_s", "tpot_slo_s"):
-            refuse(~np.isfinite(rows[name]), f"{name} is not a finite number")
-            refuse(rows[name] < 0, f"{name} is negative")
+            values = rows[name]
+            if not (values.min() >= 0 and values.max() < np.inf):  # NaN is neither
+                refuse(~np.isfinite(values), f"{name} is not a finite number")
+                refuse(values < 0, f"{name} is negative")
         refuse(rows["prompt_tokens"] < 1, "prompt_tokens must be at least 1")
         refuse(rows["output_tokens"] < 1, "output_tokens must be at least 1")
         refuse(

@@ -6,15 +6,16 @@ torch = pytest.importorskip("torch")
 
 from policy.networks import small  # noqa: E402
 from tailrace.learn.improve import fused  # noqa: E402
+from tailrace.learn.improve.experience import log_behaviour, log_policy  # noqa: E402
 from tailrace.policy.learned.network import Network  # noqa: E402
 
 FEATURES, GLOBALS = 5, 3
 
 
-def network_of(variant: str) -> Network:
+def network_of(variant: str, **changes) -> Network:
     """With weights that matter everywhere and a normaliser that does something."""
     torch.manual_seed(0)
-    network = Network(small(variant), FEATURES, GLOBALS)
+    network = Network(small(variant, **changes), FEATURES, GLOBALS)
     torch.nn.init.orthogonal_(network.scorer.output.weight, 1.0)
     for name, parameter in network.named_parameters():
         if parameter.ndim == 1:
@@ -39,10 +40,14 @@ def both(network: Network, *given: torch.Tensor | None):
     return found
 
 
-@pytest.mark.parametrize("variant", ["plain", "decoupled", "prior"])
+@pytest.mark.parametrize(
+    ("variant", "attention", "heads"),
+    [("plain", 6, 3), ("decoupled", 6, 3), ("prior", 6, 3), ("plain", 32, 2), ("plain", 40, 1)],
+)
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_values_and_gradients_are_those_of_the_network(variant, n):
-    network = network_of(variant)
+def test_values_and_gradients_are_those_of_the_network(variant, attention, heads, n):
+    """Heads of less than a vector, of one, and of two and a half."""
+    network = network_of(variant, attention=attention, heads=heads)
     torch.manual_seed(2)
     mask = torch.rand(7, n) < 0.7
     mask[:, 0] = True
@@ -87,3 +92,28 @@ def test_a_network_with_a_prior_needs_its_scores():
     inputs = (torch.randn(2, 3, FEATURES), torch.randn(2, GLOBALS), torch.ones(2, 3).bool())
     with pytest.raises(ValueError, match="needs the scores of its prior"):
         fused.forward(network, *inputs, None)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("epsilon", [0.0, 0.2])
+def test_choices_are_those_of_the_policy(temperature, epsilon):
+    torch.manual_seed(4)
+    mask = torch.rand(1, 6, 5) < 0.7
+    mask[..., :2] = True
+    choice = torch.randint(2, (1, 6, 1))
+    found = []
+    for way in ("torch", "fused"):
+        torch.manual_seed(5)
+        scores = (3 * torch.randn(1, 6, 5)).requires_grad_()
+        logits = scores.masked_fill(~mask, -torch.inf)
+        if way == "fused":
+            log_prob, entropy = fused.choices(logits, mask, choice, temperature, epsilon)
+        else:
+            policy = log_policy(logits, mask, temperature)
+            log_prob = log_behaviour(policy, mask, choice, epsilon)
+            entropy = -(policy.exp() * policy).sum(-1)
+        (log_prob.sin().sum() + 0.3 * (entropy**2).sum()).backward()
+        found.append((log_prob, entropy, scores.grad))
+    for slow, fast in zip(*found, strict=True):
+        assert slow.abs().max() > 0
+        torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)

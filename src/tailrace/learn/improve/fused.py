@@ -8,11 +8,14 @@ own pass a whole PPO update takes 1.6 times the CPU time, and with torch.compile
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as fn
 
 from tailrace.learn.improve import fused_kernels as kernels
 from tailrace.policy.learned.network import Head, Network, Trunk
@@ -30,15 +33,33 @@ def forward(
     mean, std = (torch.cat([getattr(norm, name) for norm in norms]) for name in ("mean", "std"))
     given = (replica_obs.contiguous(), request_obs.contiguous(), mask.contiguous(), mean, std)
     rows = _embed(network.actor, given)
-    logits = _apply(_Scores, rows, *_weights(network.scorer)).view(mask.shape)
+    scorer = _weights(network.scorer)
+    if network.critic is None:
+        both: Any = _apply(_ScoresAndPool, rows, given[2], *scorer)
+        scores, pooled = both
+    else:
+        scores = _apply(_Scores, rows, *scorer)
+        pooled = _apply(_Pool, _embed(network.critic, given), given[2])
+    logits = scores.view(mask.shape)
     if network.config.prior:
         if prior is None:
             raise ValueError(f"this network needs the scores of its prior {network.config.prior}")
         logits = logits - network.config.prior_weight * prior
     logits = logits.masked_fill(~mask, -torch.inf)
-    of_value = rows if network.critic is None else _embed(network.critic, given)
-    pooled = _apply(_Pool, of_value, given[2])
     return logits, _apply(_Scores, pooled, *_weights(network.value_head))
+
+
+def choices(
+    logits: Tensor, mask: Tensor, choice: Tensor, temperature: float, epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities [..., c] of choices and the entropy [...] of their policies.
+
+    ``logits`` and ``mask`` [..., n]. The same as ``experience.log_policy`` and ``log_behaviour``
+    and the entropy of the former, in one pass each way.
+    """
+    flat = (tensor.flatten(0, -2).contiguous() for tensor in (logits, mask, choice))
+    found: tuple[Tensor, Tensor] = _Choices.apply(*flat, temperature, epsilon)  # type: ignore[no-untyped-call]
+    return found[0].view(choice.shape), found[1].view(choice.shape[:-1])
 
 
 def _apply(function: Any, *given: Any) -> Tensor:
@@ -82,16 +103,19 @@ class _Embedding(torch.autograd.Function):
         h1, slope1 = torch.empty_like(normal), torch.empty_like(normal)
         scale = torch.empty(len(normal))
         kernels.first_layer(*_arrays(normal, shared, gain, bias, h1, slope1, scale))
-        h2, slope2 = torch.empty_like(normal), torch.empty_like(normal)
-        kernels.hidden_layer(*_arrays(h1 @ second.T, second_bias, h2, slope2))
-        projection = torch.cat([query / math.sqrt(len(query) / heads), key, value])
+        rows, h2, slope2 = h1 @ second.T, torch.empty_like(normal), torch.empty_like(normal)
+        kernels.hidden_layer(*_arrays(rows, second_bias, h2, slope2))
+        scaled_query = query / math.sqrt(len(query) / heads)
+        projection = torch.cat([_padded(part, heads) for part in (scaled_query, key, value)])
+        output = _padded(output.T, heads).T
         projected = h2 @ projection.T
-        attention = torch.empty(states, heads, n, n)
-        mixed = torch.empty(states * n, len(query))
-        kernels.attend(*_arrays(projected, mask, attention, mixed))
+        attention = torch.empty(states * heads * n * n)
+        mixed = torch.empty(states * n, output.shape[1])
+        kernels.attend(*_arrays(projected.view(-1), mask, attention, mixed.view(-1)), heads)
+        ctx.heads, ctx.head_size = heads, len(query) // heads
         ctx.kept = (x, g, mean, std, normal, scale, h1, slope1, h2, slope2, projection, projected)
         ctx.kept += (attention, mixed, gain, second, output)
-        return torch.addmm(h2, mixed, output.T)
+        return rows.addmm_(mixed, output.T)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -101,22 +125,22 @@ class _Embedding(torch.autograd.Function):
         attention, mixed, gain, second, output = ctx.kept[12:]
         grad = grad.contiguous()
         states, n, features = x.shape
-        heads, width = attention.shape[1], mixed.shape[1]
+        heads, size = ctx.heads, ctx.head_size
         of_projected = torch.empty_like(projected)
-        kernels.attend_back(
-            *_arrays(grad @ output, projected, attention, of_projected, torch.empty(n))
-        )
-        of_projection = of_projected.T @ h2
-        of_query, of_key, of_value = of_projection.split(width)
-        of_h2 = torch.addmm(grad, of_projected, projection)
+        flat = (tensor.view(-1) for tensor in (grad @ output, projected, attention, of_projected))
+        kernels.attend_back(*_arrays(*flat, torch.empty(n, n)), heads)
+        of_projection = (of_projected.T @ h2).split(mixed.shape[1])
+        of_query, of_key, of_value = (_unpadded(part, heads, size) for part in of_projection)
+        of_h2 = of_projected @ projection
         of_second_bias, of_gain, of_bias = torch.zeros(3, gain.numel())
-        kernels.hidden_layer_back(*_arrays(of_h2, slope2, of_second_bias))
+        kernels.hidden_layer_back(*_arrays(of_h2, grad, slope2, of_second_bias))
         of_rows = of_h2 @ second
         of_shared = torch.empty(states, gain.numel())
         kernels.first_layer_back(
             *_arrays(of_rows, slope1, normal, scale, gain, of_gain, of_bias, of_shared)
         )
-        of_scaled = torch.cat([of_rows.T @ x.view(states * n, features), of_shared.T @ g], 1)
+        # This way round, since torch takes half as long again for an odd number of columns.
+        of_scaled = torch.cat([x.view(states * n, features).T @ of_rows, g.T @ of_shared]).T
         of_first_bias = of_shared.sum(0)
         return (
             *(None, None, None, None, None, None),
@@ -126,11 +150,26 @@ class _Embedding(torch.autograd.Function):
             of_bias,
             of_h2.T @ h1,
             of_second_bias,
-            of_query / math.sqrt(width / heads),
+            of_query / math.sqrt(size),
             of_key,
             of_value,
-            grad.T @ mixed,
+            _unpadded(mixed.T @ grad, heads, size).T,
         )
+
+
+def _padded(weight: Tensor, heads: int) -> Tensor:
+    """Fill each head's rows of a weight [heads x size, k] up to a multiple of LANES with zeros."""
+    missing = -(len(weight) // heads) % kernels.LANES
+    if not missing:
+        return weight
+    return fn.pad(weight.reshape(heads, -1, weight.shape[1]), (0, 0, 0, missing)).flatten(0, 1)
+
+
+def _unpadded(weight: Tensor, heads: int, size: int) -> Tensor:
+    """Undo :func:`_padded`, for heads of ``size`` rows."""
+    if len(weight) == heads * size:
+        return weight
+    return weight.view(heads, -1, weight.shape[1])[:, :size].flatten(0, 1)
 
 
 class _Scores(torch.autograd.Function):
@@ -170,9 +209,49 @@ class _Pool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         mask, highest = ctx.kept
-        rows_grad = torch.empty(mask.numel(), highest.shape[1])
+        rows_grad = torch.zeros(mask.numel(), highest.shape[1])
         kernels.pool_back(*_arrays(grad.contiguous(), mask, highest, rows_grad))
         return rows_grad, None
+
+
+class _ScoresAndPool(torch.autograd.Function):
+    """Both of the same rows; torch would need one more pass to add up what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.scores, ctx.pool = SimpleNamespace(), SimpleNamespace()
+        return _Scores.forward(ctx.scores, rows, *weights), _Pool.forward(ctx.pool, rows, mask)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        of_rows, *of_weights = _Scores.backward(ctx.scores, grads[0])
+        kernels.pool_back(*_arrays(grads[1].contiguous(), *ctx.pool.kept, of_rows))
+        return of_rows, None, *of_weights
+
+
+class _Choices(torch.autograd.Function):
+    """Logits [K, n], mask and choices [K, c] to log-probabilities [K, c] and entropies [K]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, mask: Tensor, choice: Tensor, temperature: float, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        policy, log_policy = torch.empty_like(logits), torch.empty_like(logits)
+        log_prob, entropy = torch.empty(choice.shape), torch.empty(len(logits))
+        ctx.settings = (np.float32(1 / temperature), np.float32(epsilon))
+        ctx.kept = (mask, choice, policy, log_policy)
+        given, found = _arrays(logits, mask, choice), _arrays(policy, log_policy, log_prob, entropy)
+        kernels.choose(*given, *ctx.settings, *found)
+        return log_prob, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        mask, choice, policy, log_policy = ctx.kept
+        of_log_prob, of_entropy = (grad.contiguous() for grad in grads)
+        of_logits = torch.empty_like(policy)
+        given = _arrays(of_log_prob, of_entropy, mask, choice)
+        kernels.choose_back(*given, *ctx.settings, *_arrays(policy, log_policy, of_logits))
+        return of_logits, None, None, None, None
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, ...]:

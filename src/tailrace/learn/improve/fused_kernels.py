@@ -6,7 +6,16 @@ contiguous: ``rows`` [M, k] are the replicas of ``B`` states one after the other
 function named ``..._back`` turns the gradient of a result into that of what it was made of.
 """
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numba
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from tailrace.compiled import vectorised
 from tailrace.policy.learned.inference import (
@@ -14,10 +23,14 @@ from tailrace.policy.learned.inference import (
     GELU_SCALE,
     HALF,
     LAYER_NORM_EPS,
+    LEAST,
     ONE,
+    _exp,
     _tanh,
     f32,
 )
+
+_numba: Any = numba
 
 THREE = f32(3.0)
 
@@ -34,11 +47,15 @@ def _gelu(v):
 
 @vectorised
 def hidden_layer(rows, bias, y, slope):
-    """Fill ``y`` with GELU of ``rows`` + ``bias`` [k] and ``slope`` with its derivative, [M, k]."""
+    """GELU of ``rows`` + ``bias`` [k], in place of ``rows`` and in ``y``; all [M, k].
+
+    ``slope`` is filled with its derivative.
+    """
     for i in range(rows.shape[0]):
         row, out, d = rows[i], y[i], slope[i]
         for k in range(row.size):
-            out[k], d[k] = _gelu(row[k] + bias[k])
+            row[k], d[k] = _gelu(row[k] + bias[k])
+            out[k] = row[k]
 
 
 @vectorised
@@ -95,100 +112,183 @@ def first_layer_back(grad, slope, normal, scale, gain, gain_grad, bias_grad, sha
 
 
 @vectorised
-def hidden_layer_back(grad, slope, bias_grad):
-    """``grad`` [M, k] of a GELU's result becomes that of its input, summed into ``bias_grad``."""
+def hidden_layer_back(grad, more, slope, bias_grad):
+    """``grad`` + ``more`` [M, k] of a GELU's result become ``grad`` of its input.
+
+    Its sum is added to ``bias_grad`` [k].
+    """
     for i in range(grad.shape[0]):
-        row, d = grad[i], slope[i]
+        row, other, d = grad[i], more[i], slope[i]
         for k in range(row.size):
-            row[k] *= d[k]
+            row[k] = (row[k] + other[k]) * d[k]
             bias_grad[k] += row[k]
 
 
+# ---- attention ----------------------------------------------------------------------------------
+
+#: Numbers that the two functions below take at once; the size of a head is a multiple of it.
+#: Written as LLVM code, since Numba's loops over so few numbers take more than twice as long.
+LANES = 16
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+
+
+def _address(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> Any:
+    """Where ``LANES`` numbers of an array begin."""
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.bitcast(builder.gep(data, [at]), _VECTOR.as_pointer())
+
+
+def _pick(builder: Any, vector: Any, lanes: Sequence[int]) -> Any:
+    """The numbers of a vector at these places."""
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes))
+    return builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), mask)
+
+
+@intrinsic
+def _compiled_dot(typing, x, x_at, y, y_at):  # noqa: ARG001
+    """Product of ``x`` and ``y`` [LANES], which begin at these offsets."""
+
+    def generate(context, builder, signature, args):
+        at = [_address(context, builder, signature.args[k], args[k], args[k + 1]) for k in (0, 2)]
+        total = builder.fmul(*(builder.load(address, align=4) for address in at))
+        half = LANES // 2
+        while half:
+            low, high = range(half), range(half, 2 * half)
+            total = builder.fadd(_pick(builder, total, low), _pick(builder, total, high))
+            half //= 2
+        return builder.extract_element(total, ir.Constant(ir.IntType(32), 0))
+
+    return types.float32(x, types.int64, y, types.int64), generate
+
+
+@intrinsic
+def _compiled_mix(typing, out, out_at, w, w_at, w_step, rows, rows_at, rows_step, count):  # noqa: ARG001
+    """Set ``out`` [LANES] to the sum of ``count`` rows, each times its weight.
+
+    ``w_step`` and ``rows_step``: from one weight, or row, to the next.
+    """
+
+    def generate(context, builder, signature, args):
+        at, w_at, w_step, rows_at, rows_step, count = (args[k] for k in (1, 3, 4, 6, 7, 8))
+        weights = context.make_array(signature.args[2])(context, builder, args[2]).data
+        total = cgutils.alloca_once(builder, _VECTOR)
+        builder.store(ir.Constant(_VECTOR, [0.0] * LANES), total)
+        with cgutils.for_range(builder, count) as loop:
+            place = builder.add(w_at, builder.mul(w_step, loop.index))
+            weight = builder.load(builder.gep(weights, [place]))
+            first = ir.Constant(ir.IntType(32), 0)
+            one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), weight, first)
+            place = builder.add(rows_at, builder.mul(rows_step, loop.index))
+            row = _address(context, builder, signature.args[5], args[5], place)
+            product = builder.fmul(
+                _pick(builder, one, [0] * LANES), builder.load(row, align=4), flags=("contract",)
+            )
+            builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+        target = _address(context, builder, signature.args[0], args[0], at)
+        builder.store(builder.load(total), target, align=4)
+        return context.get_dummy_value()
+
+    size = types.int64
+    return types.void(out, size, w, size, size, rows, size, size, size), generate
+
+
+def _plain_dot(x, x_at, y, y_at):
+    return x[x_at : x_at + LANES] @ y[y_at : y_at + LANES]
+
+
+def _plain_mix(out, out_at, w, w_at, w_step, rows, rows_at, rows_step, count):
+    out[out_at : out_at + LANES] = 0
+    for k in range(count):
+        row = rows[rows_at + k * rows_step :][:LANES]
+        out[out_at : out_at + LANES] += w[w_at + k * w_step] * row
+
+
+_is_plain = _numba.config.DISABLE_JIT
+_dot: Any = _plain_dot if _is_plain else _compiled_dot
+_mix: Any = _plain_mix if _is_plain else _compiled_mix
+
+
 @vectorised
-def attend(projected, mask, weights, mixed):
+def attend(projected, mask, weights, mixed, heads):
     """Let every replica look at the available ones.
 
-    ``projected`` [M, 3 A] holds queries (already scaled), keys and values, ``mask`` [B, n];
-    fills ``weights`` [B, heads, n, n] and ``mixed`` [M, A].
+    ``projected`` [M, 3, heads, size] holds queries (already scaled), keys and values; fills
+    ``weights`` [B, heads, n, n], 0 where ``mask`` [B, n] is false, and ``mixed`` [M, heads, size].
+    All but the mask are flat. ``size`` is a multiple of LANES.
     """
-    states, heads, n = weights.shape[0], weights.shape[1], weights.shape[2]
-    width = mixed.shape[1]
-    size = width // heads
+    states, n = mask.shape
+    width = mixed.size // mask.size
+    size, row, block = width // heads, 3 * width, heads * n * n
     for b in range(states):
-        for i in range(n):
-            for h in range(heads):
-                at = h * size
-                query = projected[b * n + i, at : at + size]
-                w = weights[b, h, i]
-                _softmax_of_products(projected, mask[b], query, b * n, width + at, w)
-                out = mixed[b * n + i, at : at + size]
-                for k in range(size):
-                    out[k] = f32(0)
+        first = b * n * row
+        for h in range(heads):
+            for i in range(n):
+                query, key = first + i * row + h * size, first + width + h * size
+                at, most = b * block + (h * n + i) * n, LEAST
                 for j in range(n):
-                    start = 2 * width + at
-                    value = projected[b * n + j, start : start + size]
-                    for k in range(size):
-                        out[k] += w[j] * value[k]
+                    score = f32(0)
+                    for part in range(0, size, LANES):
+                        score += _dot(projected, query + part, projected, key + j * row + part)
+                    weights[at + j] = score
+                    if mask[b, j]:
+                        most = max(most, score)
+                for j in range(n):
+                    weights[at + j] -= most
+        of_state = weights[b * block : (b + 1) * block]
+        for k in range(block):
+            of_state[k] = _exp(min(of_state[k], f32(0)))
+        for h in range(heads):
+            value = first + 2 * width + h * size
+            for i in range(n):
+                at, total = b * block + (h * n + i) * n, f32(0)
+                for j in range(n):
+                    if not mask[b, j]:
+                        weights[at + j] = f32(0)
+                    total += weights[at + j]
+                scale = ONE / max(total, ONE)
+                for j in range(n):
+                    weights[at + j] *= scale
+                out = (b * n + i) * width + h * size
+                for part in range(0, size, LANES):
+                    _mix(mixed, out + part, weights, at, 1, projected, value + part, row, n)
 
 
 @vectorised
-def _softmax_of_products(projected, mask, query, first, at, w):
-    """Attention ``w`` [n] of a query to the keys; 0 where masked, or everywhere without any."""
-    most = f32(-np.inf)
-    for j in range(w.size):
-        key = projected[first + j, at : at + query.size]
-        total = f32(0)
-        for k in range(query.size):
-            total += query[k] * key[k]
-        w[j] = total
-        if mask[j]:
-            most = max(most, total)
-    total = f32(0)
-    for j in range(w.size):
-        w[j] = np.exp(w[j] - most) if mask[j] else f32(0)
-        total += w[j]
-    for j in range(w.size):
-        w[j] /= max(total, ONE)
+def attend_back(grad, projected, weights, projected_grad, change, heads):
+    """From ``grad`` [M, heads, size] of what was mixed to that of ``projected``, which is set.
 
-
-@vectorised
-def attend_back(grad, projected, weights, projected_grad, scratch):
-    """From ``grad`` [M, A] of what was mixed to ``projected_grad`` [M, 3 A], which is set.
-
-    ``scratch`` [n] is working memory.
+    Shapes are those of :func:`attend`, all flat but ``change`` [n, n], which is working memory.
     """
-    states, heads, n = weights.shape[0], weights.shape[1], weights.shape[2]
-    width = grad.shape[1]
-    size = width // heads
-    projected_grad[:, :] = f32(0)
-    for b in range(states):
-        for i in range(n):
-            row = b * n + i
-            for h in range(heads):
-                at = h * size
-                g = grad[row, at : at + size]
-                w = weights[b, h, i]
+    n = change.shape[0]
+    block = heads * n * n
+    width = grad.size // (weights.size // block * n)
+    size, row = width // heads, 3 * width
+    d = change.reshape(n * n)
+    for b in range(weights.size // block):
+        for h in range(heads):
+            query = b * n * row + h * size
+            key, value = query + width, query + 2 * width
+            g, w = b * n * width + h * size, b * block + h * n * n
+            for i in range(n):
                 mean = f32(0)
                 for j in range(n):
-                    start = 2 * width + at
-                    value = projected[b * n + j, start : start + size]
-                    value_grad = projected_grad[b * n + j, start : start + size]
                     total = f32(0)
-                    for k in range(size):
-                        total += g[k] * value[k]
-                        value_grad[k] += w[j] * g[k]
-                    scratch[j] = total
-                    mean += w[j] * total
-                query = projected[row, at : at + size]
-                query_grad = projected_grad[row, at : at + size]
+                    for part in range(0, size, LANES):
+                        of_value = value + j * row + part
+                        total += _dot(grad, g + i * width + part, projected, of_value)
+                    d[i * n + j] = total
+                    mean += weights[w + i * n + j] * total
                 for j in range(n):
-                    d = w[j] * (scratch[j] - mean)
-                    start = width + at
-                    key = projected[b * n + j, start : start + size]
-                    key_grad = projected_grad[b * n + j, start : start + size]
-                    for k in range(size):
-                        query_grad[k] += d * key[k]
-                        key_grad[k] += d * query[k]
+                    d[i * n + j] = weights[w + i * n + j] * (d[i * n + j] - mean)
+            for i in range(n):
+                for part in range(0, size, LANES):
+                    at = i * row + part
+                    _mix(projected_grad, query + at, d, i * n, 1, projected, key + part, row, n)
+                    _mix(projected_grad, key + at, d, i, n, projected, query + part, row, n)
+                    _mix(projected_grad, value + at, weights, w + i, n, grad, g + part, width, n)
+
+
+# ---- heads --------------------------------------------------------------------------------------
 
 
 @vectorised
@@ -249,7 +349,7 @@ def pool(rows, mask, pooled, highest):
 
 @vectorised
 def pool_back(grad, mask, highest, rows_grad):
-    """From ``grad`` [B, 2 k] to ``rows_grad`` [M, k], which is set."""
+    """From ``grad`` [B, 2 k] to ``rows_grad`` [M, k], which is added to."""
     states, n = mask.shape
     size = rows_grad.shape[1]
     for b in range(states):
@@ -261,4 +361,54 @@ def pool_back(grad, mask, highest, rows_grad):
             row, number = rows_grad[b * n + i], f32(i)
             share = ONE / count if mask[b, i] else f32(0)
             for k in range(size):
-                row[k] = share * of_mean[k] + (of_most[k] if which[k] == number else f32(0))
+                row[k] += share * of_mean[k] + (of_most[k] if which[k] == number else f32(0))
+
+
+# ---- choices ------------------------------------------------------------------------------------
+
+
+@vectorised
+def choose(logits, mask, choice, scale, epsilon, policy, log_policy, log_prob, entropy):
+    """From logits [K, n] to the logarithm of the chances [K, c] of ``choice``, and the entropy [K].
+
+    The policy is softmax(logits x ``scale``), with a share ``epsilon`` of uniform choices in the
+    chances. ``policy`` and ``log_policy`` [K, n] are filled, with 0 where ``mask`` is false.
+    """
+    for b in range(logits.shape[0]):
+        most, count, total = LEAST, f32(0), f32(0)
+        for i in range(logits.shape[1]):
+            if mask[b, i]:
+                most, count = max(most, logits[b, i] * scale), count + ONE
+        for i in range(logits.shape[1]):
+            policy[b, i] = math.exp(logits[b, i] * scale - most) if mask[b, i] else f32(0)
+            total += policy[b, i]
+        log_total, spread = math.log(max(total, ONE)), f32(0)
+        for i in range(logits.shape[1]):
+            policy[b, i] /= max(total, ONE)
+            log_policy[b, i] = logits[b, i] * scale - most - log_total if mask[b, i] else f32(0)
+            spread -= policy[b, i] * log_policy[b, i]
+        entropy[b] = spread
+        for k in range(choice.shape[1]):
+            at = choice[b, k]
+            mixed = (ONE - epsilon) * policy[b, at] + epsilon / max(count, ONE)
+            log_prob[b, k] = math.log(mixed) if epsilon > 0 else log_policy[b, at]
+
+
+@vectorised
+def choose_back(of_log_prob, of_entropy, mask, choice, scale, epsilon, policy, log_policy, grad):
+    """From gradients [K, c] and [K] to ``grad`` [K, n] of the logits, which is set."""
+    for b in range(policy.shape[0]):
+        count, total = f32(0), f32(0)
+        for i in range(policy.shape[1]):
+            count += ONE if mask[b, i] else f32(0)
+            grad[b, i] = -of_entropy[b] * policy[b, i] * (log_policy[b, i] + ONE)
+        for k in range(choice.shape[1]):
+            at, share = choice[b, k], ONE
+            if epsilon > 0:
+                own = (ONE - epsilon) * policy[b, at]
+                share = own / (own + epsilon / max(count, ONE))
+            grad[b, at] += of_log_prob[b, k] * share
+        for i in range(policy.shape[1]):
+            total += grad[b, i]
+        for i in range(policy.shape[1]):
+            grad[b, i] = scale * (grad[b, i] - policy[b, i] * total)

@@ -19,6 +19,7 @@ from tailrace.errors import TailraceError
 from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.imitate.fit import ImitationDataset
 from tailrace.learn.improve import advantages as adv
+from tailrace.learn.improve import fused
 from tailrace.learn.improve.experience import (
     Experience,
     divergence,
@@ -266,14 +267,21 @@ class Learner:
         """Loss of a minibatch and what it consists of."""
         s, exploration = self.settings, context.exploration
         logits, values = evaluate(self.network, part)
-        policy = log_policy(logits, part.mask, exploration.temperature)
+        temperature, epsilon = exploration.temperature, exploration.epsilon
         terms: dict[str, Tensor] = {}
+        needs_policy = self.objective == "kl_limited" or s.kl_penalty or context.start_weight
+        if part.has_returns and fused.COMPILED and not needs_policy:
+            new, entropy = fused.choices(logits, part.mask, part.choice, temperature, epsilon)
+        else:
+            policy = log_policy(logits, part.mask, temperature)
+            if self.objective == "clipped":
+                new = log_behaviour(policy, part.mask, part.choice, epsilon)
+            entropy = -(policy.exp() * policy).sum(-1)
         if self.objective == "kl_limited":
             loss = towards(part.target, policy)
             with torch.no_grad():
                 terms["kl"] = divergence(part.log_policy, policy)
         else:
-            new = log_behaviour(policy, part.mask, part.choice, exploration.epsilon)
             change = new - part.log_prob
             loss = clipped(change, part.advantage, part.weight, s.clip_range)
             terms |= _moved(change.detach(), part.weight, s.clip_range)
@@ -281,7 +289,6 @@ class Learner:
         if part.has_returns:
             terms["value_loss"] = self._value_loss(values, part)
             loss = loss + self._value_weight * terms["value_loss"]
-        entropy = -(policy.exp() * policy).sum(-1)
         terms["entropy"] = entropy.mean()
         if exploration.entropy_weight:
             loss = loss - exploration.entropy_weight * terms["entropy"]

@@ -56,7 +56,7 @@ def estimate_returns(
     norm = network.value_norm
     estimates = []
     for rollout, (discount, gae_lambda) in zip(rollouts, factors, strict=True):
-        logits, normalised = evaluate_rollout(network, rollout, own_memory=True)
+        logits, normalised = _evaluated(network, rollout)
         values = norm.denormalise(normalised).double().numpy()
         bootstrap = rollout.bootstrap
         after, ended = np.zeros(values.shape), np.zeros(values.shape, np.bool_)
@@ -73,6 +73,29 @@ def estimate_returns(
             advantages = adv.group_relative(advantages, rollout.group)
         estimates.append(ReturnEstimate(rollout, logits, values, advantages, returns))
     return estimates
+
+
+@torch.no_grad()
+def _evaluated(network: Network, rollout: Rollout) -> tuple[Tensor, Tensor]:
+    """Return logits [T, C, n] and normalised values [T, C] of a roll-out.
+
+    From what was kept when it was played, if it was. The logits of the last decision are computed
+    anew all the same: they show whether this network played it (``behaviour_gap``). Those of the
+    first would not: a cluster begins idle, with replicas that may look alike.
+    """
+    if rollout.logits is None or rollout.pooled is None:
+        return evaluate_rollout(network, rollout, own_memory=True)
+    end = replace(
+        rollout,
+        replica_obs=rollout.replica_obs[-1:],
+        request_obs=rollout.request_obs[-1:],
+        mask=rollout.mask[-1:],
+        prior=None if rollout.prior is None else rollout.prior[-1:],
+        action=rollout.action[-1:],
+    )
+    last, _ = evaluate_rollout(network, end, own_memory=True)
+    logits = torch.cat([torch.from_numpy(rollout.logits[:-1]), last])
+    return logits, network.value_head(torch.from_numpy(rollout.pooled))
 
 
 @torch.no_grad()
@@ -132,7 +155,8 @@ def describe(
     """Return figures of estimates.
 
     ``behaviour_gap`` is the largest difference between a log-probability as it was recorded and as
-    it is computed now: rounding, unless the roll-outs are of another network.
+    it is computed now, at the last decision if logits were kept and at every one if not:
+    rounding, unless the roll-outs are of another network.
     """
     returns = np.concatenate([one.returns.ravel() for one in estimates])
     values = np.concatenate([one.values.ravel() for one in estimates])

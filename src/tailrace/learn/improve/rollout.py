@@ -4,6 +4,7 @@ A roll-out is stateless: the task holds the weights and the seeds, and the same 
 bytes in any process, so a run can be resumed exactly and done on many machines. No torch in here.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -19,9 +20,9 @@ from tailrace.env.latency_limit import LatencyLimit
 from tailrace.env.reward import RAW_QUANTILES, Reward, RewardSettings
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.errors import TailraceError
-from tailrace.policy.learned.architecture import NetworkConfig, Tensors, pack
+from tailrace.policy.learned.architecture import SKETCH, NetworkConfig, Tensors, pack
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
-from tailrace.policy.learned.policy import forward_many, prior_scores
+from tailrace.policy.learned.policy import forward_and_pool, forward_many, prior_scores
 from tailrace.seeds import generator
 from tailrace.view.records import View
 
@@ -122,6 +123,10 @@ class Rollout:
     """[2, F] mean and deviation of each feature over the replicas that could be chosen."""
     request_moments: F64 = field(default_factory=lambda: np.zeros((2, 0)))
     """[2, G] the same of the request's features."""
+    logits: F32 | None = None
+    """[T, C, n] of the network that played, -inf where nothing can be chosen; None if not kept."""
+    pooled: F32 | None = None
+    """[T, C, 2 hidden] what its value head takes; None if not kept."""
 
 
 #: Arrays of a roll-out whose second axis is the cluster, and which have none of replicas.
@@ -174,6 +179,10 @@ class _Player:
         self.starts = np.ones(n, np.bool_)
         self.has_prior = bool(task.config.prior)
         self.rows = np.arange(n)
+        config = task.config
+        # All replicas go through the network, and the value looks at the same embeddings.
+        keeps = not config.memory and not config.decoupled_critic and SKETCH not in task.tensors
+        self.pooled = np.zeros((n, 2 * config.hidden), np.float32) if keeps else None
 
     def step(self, greedy: bool = False) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
         """Play one decision of every cluster; ``greedy``: the best choice is always taken.
@@ -184,15 +193,11 @@ class _Player:
         if self.has_prior:
             fill_priors(self.env.core.fleet, self.params, self.prior)
         self.memory[self.starts] = 0.0
-        forward_many(
-            self.params,
-            out.replica_obs,
-            out.request_obs,
-            out.mask,
-            self.prior,
-            self.memory,
-            self.logits,
-        )
+        seen = (self.params, out.replica_obs, out.request_obs, out.mask, self.prior)
+        if self.pooled is None:
+            forward_many(*seen, self.memory, self.logits)
+        else:
+            forward_and_pool(*seen, self.logits, self.pooled)
         policy = behaviour(self.logits, out.mask, self.task.temperature, self.task.epsilon)
         action = policy.argmax(axis=1) if greedy else sample(policy, self.rng.random(len(policy)))
         log_prob = np.log(policy[self.rows, action])
@@ -213,6 +218,10 @@ class _Player:
         reward, elapsed_s = np.empty((steps, n)), np.empty((steps, n))
         starts = np.empty((steps, n), np.bool_)
         memory = np.empty((steps // task.chunk, n, task.config.memory), np.float32)
+        logits = pooled = None
+        if self.pooled is not None:
+            logits = np.empty((steps, n, replicas), np.float32)
+            pooled = np.empty((steps, *self.pooled.shape), np.float32)
         bootstrap, reward_statistics = _BootstrapStateList(), RewardStatistics(self.env.core.reward)
         for t in range(steps):
             replica_obs[t], request_obs[t], mask[t] = out.replica_obs, out.request_obs, out.mask
@@ -222,6 +231,8 @@ class _Player:
             action[t], log_prob[t], reward[t], terminated, info = self.step()
             if prior is not None:
                 prior[t] = self.prior
+            if logits is not None and pooled is not None:
+                logits[t], pooled[t] = self.logits, self.pooled
             elapsed_s[t] = info["elapsed_s"]
             reward_statistics.add()
             if self.starts.any():
@@ -250,6 +261,8 @@ class _Player:
             np.bincount(action.ravel(), minlength=replicas) / action.size,
             moments(replica_obs.reshape(-1, N_REPLICA_FEATURES), mask.ravel()),
             moments(request_obs.reshape(-1, N_REQUEST_FEATURES), np.ones(action.size, np.bool_)),
+            logits,
+            pooled,
         )
 
 
@@ -276,6 +289,8 @@ def split_by_size(rollout: Rollout) -> list[Rollout]:
                 replica_obs=rollout.replica_obs[:, which, :n],
                 mask=rollout.mask[:, which, :n],
                 prior=None if rollout.prior is None else rollout.prior[:, which, :n],
+                logits=None if rollout.logits is None else rollout.logits[:, which, :n],
+                pooled=None if rollout.pooled is None else rollout.pooled[:, which],
                 bootstrap=BootstrapStates(
                     bootstrap.step[ended],
                     np.searchsorted(which, bootstrap.cluster[ended]),
@@ -300,20 +315,45 @@ def behaviour(logits: F32, mask: Bools, temperature: float = 1.0, epsilon: float
     softmax(logits / temperature) with a share ``epsilon`` of the uniform distribution over what
     can be chosen. The learner computes the same (ppo.log_behaviour).
     """
-    scaled = logits.astype(np.float64) / temperature
-    weights = np.exp(scaled - scaled.max(axis=1, keepdims=True))
-    policy = weights / weights.sum(axis=1, keepdims=True)
-    if epsilon > 0:
-        policy = (1 - epsilon) * policy + epsilon * mask / mask.sum(axis=1, keepdims=True)
-    return np.asarray(policy)
+    policy = np.empty(logits.shape)
+    fill_behaviour(logits, mask, temperature, epsilon, policy)
+    return policy
+
+
+def _fill_behaviour(logits: Any, mask: Any, temperature: Any, epsilon: Any, policy: Any) -> None:
+    for b in range(policy.shape[0]):
+        most, total, count = -np.inf, 0.0, 0
+        for i in range(policy.shape[1]):
+            most = max(most, np.float64(logits[b, i]) / temperature)
+            count += mask[b, i]
+        for i in range(policy.shape[1]):
+            policy[b, i] = math.exp(np.float64(logits[b, i]) / temperature - most)
+            total += policy[b, i]
+        for i in range(policy.shape[1]):
+            uniform = mask[b, i] / max(count, 1)
+            policy[b, i] = (1 - epsilon) * policy[b, i] / total + epsilon * uniform
 
 
 def sample(policy: F64, uniform: F64) -> Ints:
     """Return choices [B] by probabilities [B, n] and random numbers [B] in [0, 1)."""
-    sums = policy.cumsum(axis=1)
-    # Rounding must not lead beyond the last replica that has a probability.
-    chosen = (uniform * sums[:, -1] >= sums.T).sum(axis=0)
-    return np.asarray(chosen)
+    chosen = np.zeros(len(policy), np.int64)
+    fill_sample(policy, uniform, chosen)
+    return chosen
+
+
+def _fill_sample(policy: Any, uniform: Any, chosen: Any) -> None:
+    for b in range(policy.shape[0]):
+        left = uniform[b] * policy[b].sum()
+        for i in range(policy.shape[1]):
+            if policy[b, i] > 0:  # rounding must not lead to one that cannot be chosen
+                chosen[b] = i
+                left -= policy[b, i]
+                if left < 0:
+                    break
+
+
+fill_behaviour: Any = jit(_fill_behaviour)
+fill_sample: Any = jit(_fill_sample)
 
 
 def _fill_priors(fleet: Any, params: Any, out: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import jit, vectorised
 from tailrace.errors import TailraceError
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned import architecture as a
@@ -102,6 +102,40 @@ def forward_many(params, replica_obs, request_obs, masks, priors, memory, logits
         forward(params, replica_obs[b], request_obs[b], masks[b], priors[b], logits[b])
         for k in range(np.int64(params[a.MEMORY])):
             memory[b, k] = f[m + k]
+
+
+@jit
+def forward_and_pool(params, replica_obs, request_obs, masks, priors, logits, pooled):
+    """Like :func:`forward_many`, for a network without memory.
+
+    Also fills ``pooled`` [B, 2 hidden] with what the value is computed from: mean and maximum of
+    the embeddings of the available replicas, 0 without any.
+    """
+    f = params.view(np.float32)
+    h, size = np.int64(params[a.H]), np.int64(params[a.HIDDEN])
+    for b in range(masks.shape[0]):
+        forward(params, replica_obs[b], request_obs[b], masks[b], priors[b], logits[b])
+        _pool(f, h, masks[b], pooled[b, :size], pooled[b, size:])
+
+
+@vectorised
+def _pool(f, h, mask, mean, most):
+    """Mean and maximum [k] of the rows [n, k] at ``h`` where ``mask`` [n] is true."""
+    size, count = mean.size, np.float32(0)
+    mean[:] = np.float32(0)
+    most[:] = np.float32(0)
+    for i in range(mask.size):
+        if not mask[i]:
+            continue
+        row, is_first = f[h + i * size : h + (i + 1) * size], count == 0
+        count += np.float32(1)
+        for k in range(size):
+            mean[k] += row[k]
+        for k in range(size):
+            most[k] = row[k] if is_first or row[k] > most[k] else most[k]
+    share = np.float32(1) / max(count, np.float32(1))
+    for k in range(size):
+        mean[k] *= share
 
 
 class LearnedPolicy(BuiltinPolicy):

@@ -3,7 +3,7 @@
 The same function of the same weights as ``policy.learned.network.Network``, without memory:
 matrix products are torch's, and what lies between them is compiled
 (learn/improve/fused_kernels.py). The tests hold values and gradients to the network's. With torch's
-own pass a whole PPO update takes 1.6 times the CPU time, and with torch.compile's 1.7 times
+own pass a whole PPO update takes 1.8 times the CPU time, and so it does with torch.compile's
 (docs/results/bench_passes.json).
 """
 

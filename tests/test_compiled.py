@@ -207,7 +207,18 @@ def used_by_python(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
         yield from used_by_python(child, names)
 
 
-def test_the_package_calls_no_function_without_a_wrapper_from_python():
+#: Large functions that Python calls only where a policy is asked for its scores: to explain them,
+#: or because another part of the decision is in Python. Starts take less time without a wrapper.
+SELDOM_CALLED = {
+    "tailrace.policy.learned.observation.observe",
+    "tailrace.policy.learned.policy.learned_scores",
+    "tailrace.policy.learned.policy.prior_scores",
+    "tailrace.policy.rules.score",
+    "tailrace.router.state.kernels.show",
+}
+
+
+def test_the_package_calls_few_functions_without_a_wrapper_from_python():
     """That works, but compiles the function a second time."""
     inner, used = set(), set()
     folder = ROOT / "src"
@@ -223,7 +234,7 @@ def test_the_package_calls_no_function_without_a_wrapper_from_python():
         inner |= {names[f.name] for f in functions if "inner" in decorators(f)}
         used |= set(used_by_python(tree, names))
     assert len(inner) > 100
-    assert inner & used == set()
+    assert inner & used == SELDOM_CALLED
 
 
 def test_python_may_call_a_function_without_a_wrapper():

@@ -13,7 +13,8 @@ PACKAGE = Path(tailrace.__file__).parent
 LAYERS = (
     ("moved",),
     ("__init__",),
-    ("errors", "compile_events"),
+    ("errors", "compile_events", "compile_speed"),
+    ("bitcode",),
     ("compiled", "config", "files", "parallel", "seeds"),
     ("scenario",),
     ("workload", "net", "queueing"),

@@ -6,7 +6,6 @@ from here.
 """
 
 import contextlib
-import copy
 import grp
 import hashlib
 import os
@@ -23,14 +22,13 @@ from typing import Any, ClassVar
 
 import numba
 import numpy as np
-from numba.core import caching, ir
+from numba.core import caching
 from numba.core.registry import CPUDispatcher
 
-from tailrace import compile_events
+from tailrace import bitcode, compile_events
 
 _numba: Any = numba  # its options are not in its type hints
 _caching: Any = caching
-_ir: Any = ir
 _CPUDispatcher: Any = CPUDispatcher
 _FolderLocator: Any = getattr(_caching, "UserProvidedCacheLocator", None) or (
     _caching._UserProvidedCacheLocator  # its name before Numba 0.62
@@ -40,6 +38,8 @@ _PACKAGE = Path(__file__).parent
 #: Where compiled functions, and the types and constants they use, may stand.
 _KERNEL_SOURCES = (
     *(
+        "bitcode.py",
+        "compile_speed.py",
         "compiled.py",
         "net/chunk_kernel.py",
         "net/framing.py",
@@ -174,6 +174,11 @@ class _Locator(_FolderLocator):  # type: ignore[misc]
 class _Files(_caching.CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes: ClassVar = [_Locator]
 
+    def rebuild(self, target_context: Any, payload: Any) -> Any:
+        if payload[0][1] == bitcode.KIND:
+            target_context = bitcode.Loading(target_context)
+        return super().rebuild(target_context, payload)
+
 
 class _TwinFiles(_Files):
     """Files of the twin that Python calls: the name of a cached file does not show the wrapper."""
@@ -218,32 +223,6 @@ class _NoCache(_caching.NullCache):  # type: ignore[misc]
         compile_events.tell(None)
 
 
-# ---- faster compiling ---------------------------------------------------------------------------
-
-
-def _copy_scope(scope: Any, memo: dict[int, Any]) -> Any:
-    """Copy the variables of a function, for ``copy.deepcopy``.
-
-    To inline a function, Numba copies each of its blocks, each with all variables of the function.
-    Python's general way to copy them took a fifth of the time to compile the simulator.
-    """
-    copied = _ir.Scope(copy.deepcopy(scope.parent, memo), scope.loc)
-    memo[id(scope)] = copied
-    for variable in scope.localvars._con.values():
-        memo[id(variable)] = copied.define(variable.name, variable.loc)
-    copied.redefined.update(scope.redefined)
-    for name, versions in scope.var_redefinitions.items():
-        copied.var_redefinitions[name] = set(versions)
-    return copied
-
-
-# Only if a variable scope is what this was written for (Numba 0.60 to 0.69).
-if vars(_ir.Scope(None, _ir.unknown_loc)).keys() == {
-    *("parent", "localvars", "loc", "redefined", "var_redefinitions")
-}:
-    _ir.Scope.__deepcopy__ = _copy_scope
-
-
 # ---- decorators ---------------------------------------------------------------------------------
 
 if _numba.config.DISABLE_JIT:
@@ -275,50 +254,62 @@ def _compiler(cache: Any = _Cache, **options: Any) -> Any:
     return compiled
 
 
-#: For compiled code.
-jit: Any = _compiler()
+#: For functions that Python calls.
+jit: Any = _compiler(**bitcode.options(bitcode.MachineCode))
 
-_without_wrapper: Any = _compiler(no_cpython_wrapper=True)
-_twin: Any = _compiler(_TwinCache)
+#: The same for work that takes long: other threads run meanwhile.
+unlocked: Any = _compiler(nogil=True, **bitcode.options(bitcode.MachineCode))
+
+#: The same, pasted into its callers: for functions that take the many arrays of a fleet, since
+#: handing those over costs more than the function's own work.
+inlined: Any = _compiler(inline="always", **bitcode.options(bitcode.MachineCode))
 
 
 class _Inner(_CPUDispatcher):  # type: ignore[misc]
-    """A compiled function without the wrapper for calls from Python, to which a call would jump.
+    """A compiled function without machine code and without what a call from Python would jump to.
 
-    Python calls a twin instead, compiled with its wrapper at the first such call.
+    Python calls a twin instead, compiled at the first such call.
     """
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         if "twin" not in self.__dict__:
-            self.twin = _twin(self.py_func)
+            self.twin = self.make_twin(self.py_func)
         return self.twin(*args, **named)
 
 
-def inner(function: Any) -> Any:
-    """Decorate a function that as a rule only compiled code calls.
+def _inner(part: Any, whole: Any, **options: Any) -> Any:
+    """Return a decorator for functions that as a rule only compiled code calls.
 
-    Without the wrapper for calls from Python it takes a quarter less time to compile. Python may
-    call it all the same, and then compiles it a second time.
+    ``part``: what compiled code links; ``whole``: what Python calls (see ``bitcode``).
     """
-    dispatcher = _without_wrapper(function)
-    if not _numba.config.DISABLE_JIT:
-        dispatcher.__class__ = _Inner
-    return dispatcher
+    decorate = _compiler(no_cpython_wrapper=True, **options, **bitcode.options(part))
+    twin = _compiler(_TwinCache, **options, **bitcode.options(whole))
+
+    def compiled(function: Any) -> Any:
+        dispatcher = decorate(function)
+        if not _numba.config.DISABLE_JIT:
+            dispatcher.__class__ = _Inner
+            dispatcher.make_twin = twin
+        return dispatcher
+
+    return compiled
 
 
-#: The same for work that takes long: other threads run meanwhile.
-unlocked: Any = _compiler(nogil=True)
+#: For functions that as a rule only compiled code calls: without machine code and the wrapper for
+#: calls from Python they take half the time to compile. Python may call them all the same, and
+#: then compiles them a second time.
+inner: Any = _inner(bitcode.Bitcode, bitcode.MachineCode)
 
-#: The same, pasted into its callers: for functions that take the many arrays of a fleet, since
-#: handing those over costs more than the function's own work.
-inlined: Any = _compiler(inline="always")
-
-#: For dense arithmetic: sums may be reordered and products fused with them, so that loops use the
-#: vector units. Infinities and NaN keep their meaning.
-vectorised: Any = _compiler(fastmath={"contract", "reassoc"})
+#: The same for dense arithmetic: sums may be reordered and products fused with them, so that loops
+#: use the vector units. Infinities and NaN keep their meaning.
+vectorised: Any = _inner(
+    bitcode.DenseBitcode, bitcode.DenseMachineCode, fastmath={"contract", "reassoc"}
+)
 
 #: The same for numbers that are all finite: finding the largest of them vectorises only then.
-vectorised_finite: Any = _compiler(fastmath={"contract", "reassoc", "nnan", "nsz"})
+vectorised_finite: Any = _inner(
+    bitcode.DenseBitcode, bitcode.DenseMachineCode, fastmath={"contract", "reassoc", "nnan", "nsz"}
+)
 
 
 # ---- compiling in two processes -----------------------------------------------------------------

@@ -36,9 +36,7 @@ def command(
 ) -> None:
     """Run one policy on one workload and cluster, and print a summary."""
     scenario = options.take_scenario(settings)
-    from tailrace.evaluate.measure.chrome_trace import write_trace
     from tailrace.evaluate.measure.metrics import summarise
-    from tailrace.evaluate.measure.request_results import write_requests
     from tailrace.evaluate.measure.runner import policy_for, run
     from tailrace.saturation import resolve_rate
     from tailrace.sim.warmup import helper
@@ -55,8 +53,12 @@ def command(
             )
     summary = summarise(result, warmup)
     if out is not None:
+        from tailrace.evaluate.measure.request_results import write_requests
+
         write_requests(result, out)
     if trace is not None:
+        from tailrace.evaluate.measure.chrome_trace import write_trace
+
         write_trace(result, trace, scenario.events)
     about = {"policy": policy, "seed": seed, "rate_rps": rate}
     title = _heading(scenario, policy, rate)

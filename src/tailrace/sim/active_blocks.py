@@ -7,11 +7,11 @@ decision: the requests in flight are those in a server's slots and queue.
 
 import numpy as np
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 from tailrace.sim.types import DONE, LOST, SLOT_REQUEST, WAITING
 
 
-@jit
+@inner
 def count(fleet, tables, c):
     """Fill ``active_blocks`` and ``new_blocks`` of the replicas for the current request."""
     cluster = fleet.clusters[c]

@@ -3,7 +3,7 @@
 Ordered by (time, request), so that a run repeats exactly.
 """
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 
 
 @inner
@@ -20,7 +20,7 @@ def _swap(heap, a, b):
     heap[b]["time"], heap[b]["request"] = time, request
 
 
-@jit
+@inner
 def push(heap, cluster, time, request):
     """Add an arrival of ``request`` at ``time`` (s)."""
     at = cluster["heap_size"]
@@ -32,7 +32,7 @@ def push(heap, cluster, time, request):
         at = (at - 1) // 2
 
 
-@jit
+@inner
 def pop(heap, cluster):
     """Remove the earliest arrival; return its request."""
     request = heap[0]["request"]

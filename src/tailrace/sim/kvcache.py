@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 from tailrace.sim.chains import ENDLESS, private_chain
 from tailrace.view.selection import mix
 
@@ -67,7 +67,7 @@ def is_private(content, request):
     return content.facts[request]["run_count"] == 0
 
 
-@jit
+@inner
 def clear(server, kv):
     """Empty the cache; all blocks are free."""
     server["extents_fresh"] = 0
@@ -86,7 +86,7 @@ def clear(server, kv):
 # ---- requests -----------------------------------------------------------------------------------
 
 
-@jit
+@inner
 def longest_prefix(kv, content, request, prompt, size, row):
     """List the cached extents of a prompt in ``held[row]``; return blocks found, and free ones.
 
@@ -123,7 +123,7 @@ def begin_row(kv, row):
     kv.held[row, ROW_NAMED] = 0
 
 
-@jit
+@inner
 def reuse(server, kv, row, found):
     """Add a holder to the first ``found`` blocks of the extents listed in ``held[row]``."""
     extents = kv.extents
@@ -146,7 +146,7 @@ def next_full(server, kv, row):
     return (kv.held[row, ROW_NAMED] + 1) * server["block_size"]
 
 
-@jit
+@inner
 def register(server, kv, content, row, request, end):
     """Make the blocks of a request before number ``end`` findable by their content."""
     size = server["block_size"]
@@ -157,7 +157,7 @@ def register(server, kv, content, row, request, end):
         kv.held[row, ROW_NAMED] = at
 
 
-@jit
+@inner
 def release(server, kv, row, blocks):
     """Remove a request from its ``blocks`` blocks, the last one first; free ones are queued."""
     nameless = blocks - kv.held[row, ROW_NAMED]
@@ -176,7 +176,7 @@ def release(server, kv, row, blocks):
     begin_row(kv, row)
 
 
-@jit
+@inner
 def take(server, kv, count):
     """Take the least recently used free blocks; what they held is forgotten."""
     server["free_blocks"] -= count

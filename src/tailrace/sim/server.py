@@ -100,7 +100,7 @@ def receive(server, requests, cost, r, now):
         server["ready_at"] = now
 
 
-@jit
+@inner
 def set_speed(server, cost, factor, now):
     """Run at ``factor`` times the configured speed from the next iteration on."""
     if server["busy"]:
@@ -150,7 +150,7 @@ def oldest_sent(server, slots, requests):
     return oldest
 
 
-@jit
+@inner
 def die(server, slots, phase, kv, requests, facts, cost, now):
     """Die at ``now`` (s): answering requests are lost, the others may go elsewhere.
 

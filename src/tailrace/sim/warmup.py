@@ -8,7 +8,7 @@ import numba
 
 from tailrace import compiled
 from tailrace.policy.warmup import compile_rules
-from tailrace.sim import schedulers
+from tailrace.sim import active_blocks, engine, schedulers
 from tailrace.sim.allocation import Allocation, new_fleet, new_tables
 from tailrace.sim.kvcache import KvCache, PromptContent
 
@@ -18,8 +18,8 @@ def helper() -> contextlib.AbstractContextManager[Callable[[], int | None]]:
     return compiled.helper(__name__)
 
 
-def compile_schedulers() -> None:
-    """Compile how servers form their batches, beginning with what the engine comes to last."""
+def compile_parts() -> None:
+    """Compile how servers form their batches, and what else the engine comes to late."""
     typeof: Any = numba.typeof
     room = Allocation()
     fleet, tables = new_fleet(room, 1), new_tables(room, 1)
@@ -29,9 +29,13 @@ def compile_schedulers() -> None:
     types = tuple(map(typeof, (*given, content, 0.0)))
     for form in (schedulers._form_vllm_v1, schedulers._form_vllm, schedulers._form_sarathi):
         form.compile(types)
+    everything = tuple(map(typeof, (fleet, tables, 0)))
+    engine._apply_event.compile((*everything, numba.from_dtype(tables.events.dtype)))
+    engine._queue.compile((*everything, typeof(0)))
+    active_blocks.count.compile(everything)
 
 
 if __name__ == "__main__":
-    compile_schedulers()
+    compile_parts()
     compile_rules()
     compiled.mark(__spec__.name)

@@ -18,7 +18,6 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaincinv, ndtr, ndtri
 
 Floats = NDArray[np.float64]
 Rng = np.random.Generator
@@ -148,6 +147,8 @@ class OnOffBatch:
 
     def _mean_on_mass_s(self) -> float:
         """Mean of (rate factor x length) of an ON period, by quadrature over its length."""
+        from scipy.special import gammaincinv, ndtri  # takes as long to import as all of Tailrace
+
         u = (np.arange(20_000) + 0.5) / 20_000
         length_s = self.on_mean_s / self.on_shape * gammaincinv(self.on_shape, u)
         # E[rate | length] of the Gaussian copula; z is the normal score of the length.
@@ -158,6 +159,8 @@ class OnOffBatch:
 
     def _blocks(self, rng: Rng) -> Iterator[Block]:
         """Yield ticks of ON periods, each period followed by one silent step."""
+        from scipy.special import gammaincinv, ndtr
+
         periods = 256
         scale = (self.on_mean_s + self.off_mean_s) / self._mean_on_mass_s()
         jitter = wandering_rate(self.jitter_sd, self.tick_s / self.jitter_tau_s, rng)

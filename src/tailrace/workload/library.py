@@ -10,7 +10,7 @@ import numpy as np
 
 from tailrace import config
 from tailrace.errors import TailraceError, unknown_name
-from tailrace.workload import fitted, traces
+from tailrace.workload import fitted
 from tailrace.workload.arrivals import (
     ArrivalProcess,
     ClientPool,
@@ -37,6 +37,7 @@ NATIVE = "native"
 TRACE = "trace"
 RESAMPLED = "resampled"
 _DAY_S = 86_400.0
+_TRACE_SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".gz")
 
 #: Arrival processes by name, made from (coefficient of variation, span of the table in s).
 _PROCESSES: Mapping[str, Callable[[float, float], ArrivalProcess]] = {
@@ -172,6 +173,8 @@ def _from_settings(settings: config.Workload, rate: float | None, seed: int) -> 
         table = scale_prompts(table, settings.prompt_scale)
         table.rows["think_s"] *= settings.think_scale
         return table if has_slos else _with_targets(table, settings)
+    from tailrace.workload import traces  # its readers of files take long to import
+
     trace = traces.read(path)
     table = RequestTable(trace.table.rows[: settings.requests].copy(), trace.table.runs)
     table = scale_prompts(table, settings.prompt_scale)
@@ -198,6 +201,8 @@ def _with_targets(table: RequestTable, settings: config.Workload) -> RequestTabl
 @lru_cache(maxsize=4)
 def _recording(path: Path, changed_ns: int) -> tuple[ConversationPool, bool]:  # noqa: ARG001
     """Read a file to draw from, and whether it has latency targets of its own."""
+    from tailrace.workload import traces
+
     trace = traces.read(path, sort=True)
     return ConversationPool(trace.table), trace.has_slos
 
@@ -256,4 +261,4 @@ def _recorded_rate(table: RequestTable) -> float:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return "/" in name or Path(name).suffix in traces.SUFFIXES
+    return "/" in name or Path(name).suffix in _TRACE_SUFFIXES

@@ -23,7 +23,6 @@ from tailrace.workload.table import DEFAULT_TTFT_SLO_S, RequestTable, RowError
 from tailrace.workload.trace_formats import Imported, Keys
 
 AUTO = "auto"
-SUFFIXES = (".csv", ".jsonl", ".json", ".parquet", ".gz")
 
 _CSV_READERS: dict[str, tuple[Callable[[Sheet], Imported], tuple[str, ...]]] = {
     # name: reader, columns by which it is known

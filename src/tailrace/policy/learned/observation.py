@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tailrace.compiled import inner, jit, positions, vectorised
+from tailrace.compiled import inner, positions, vectorised
 from tailrace.policy.learned.logarithm import log
 from tailrace.policy.rules import quantities
 from tailrace.policy.rules.predicted import predicted_ttft, prefill_s, queued_prefill_s
@@ -288,7 +288,7 @@ _PER_UNIT = np.array([scaling[2] for scaling in _SCALING], np.float32)
 _PLUS = np.array([scaling[3] for scaling in _SCALING], np.float32)
 
 
-@jit
+@inner
 def observe(view, replica_obs, request_obs):
     """Fill ``replica_obs`` float32 [n, F] and ``request_obs`` float32 [G] from a view.
 

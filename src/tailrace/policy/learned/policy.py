@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit, vectorised
+from tailrace.compiled import inner, jit, vectorised
 from tailrace.errors import TailraceError
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.policy.learned import architecture as a
@@ -22,7 +22,7 @@ PRIOR_LIMIT = 10.0
 PRIOR_EQUAL = 1e-12
 
 
-@jit
+@inner
 def learned_scores(view, params, scores):
     """Fill ``scores`` [n] with minus the logits of the network packed into ``params``."""
     n = view.replicas.size
@@ -44,7 +44,7 @@ def learned_scores(view, params, scores):
         scores[i] = -f[logits + i] if view.replicas[i]["available"] != 0 else np.inf
 
 
-@jit
+@inner
 def prior_scores(view, params, out):
     """Fill ``out`` [n] with the standardised scores of the network's prior; 0 without one."""
     code = np.int64(params[a.PRIOR_CODE])
@@ -56,7 +56,7 @@ def prior_scores(view, params, out):
     standardise(view.replicas, out)
 
 
-@jit
+@inner
 def standardise(replicas, scores):
     """Standardise the finite scores [n] of available replicas to mean 0, deviation 1, in place.
 

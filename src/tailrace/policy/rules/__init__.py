@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit, positions
+from tailrace.compiled import inner, positions
 from tailrace.policy.rules.counting import (
     least_outstanding,
     least_pending_prefill,
@@ -344,7 +344,7 @@ LEARNED = Rule(
 )
 
 
-@jit
+@inner
 def score(code, view, params, scores):
     """Fill ``scores`` [n] by the rule of a code; ``params`` [p] in the order of its entry."""
     if code == CODE.random:

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 from tailrace.policy.rules.quantities import pending_uncached, running, waiting_now
 from tailrace.view.selection import random_below
 
 
-@jit
+@inner
 def random(_view, _params, scores):
     """Score all replicas alike, so that the tie is broken uniformly."""
     scores[:] = 0.0

@@ -6,7 +6,7 @@ prefixes like a ring with very many virtual nodes, and a replica that leaves mov
 
 import numpy as np
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 from tailrace.policy.rules.predicted import predicted_ttft
 from tailrace.policy.rules.quantities import in_flight_mean
 from tailrace.view.selection import mix
@@ -15,14 +15,14 @@ FIRST_HASH = 1
 SECOND_HASH = 2
 
 
-@jit
+@inner
 def draw(key, i, salt):
     """Number in [0, 1) that replica ``i`` draws from a key, such as the hash of a prefix."""
     seed = mix(np.uint64(i) ^ (np.uint64(salt) << np.uint64(32)))
     return np.float64(mix(key ^ seed) >> np.uint64(11)) * 2.0**-53
 
 
-@jit
+@inner
 def prefix_hash(view, params, scores):
     """The replica of the largest draw while its load is bounded; else fewest in flight."""
     load_factor = params[0]

@@ -1,11 +1,11 @@
 """Time to first token predicted by the cost model, and the rule built on it."""
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 from tailrace.policy.rules.quantities import in_flight_tokens, pending_uncached
 from tailrace.view.cost_model import token_ms
 
 
-@jit
+@inner
 def predicted_ttft(view, i):
     """Predicted seconds from now to the request's first token on replica ``i``.
 

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 from tailrace.view.records import NEVER, RECENT_WORK_S
 
 #: Tokens per block of llm-d's prefix index, and the tokens of a prompt that it covers.
@@ -22,7 +22,7 @@ def has_metrics(replica):
     return replica["metrics_at"] > NEVER
 
 
-@jit
+@inner
 def waiting(replica):
     """Requests in the server's queue by its last snapshot, else those without a token yet."""
     return replica["waiting"] if has_metrics(replica) else replica["queued"]
@@ -36,7 +36,7 @@ def waiting_now(replica):
     return replica["queued"]
 
 
-@jit
+@inner
 def running(replica):
     """Requests in the server's batch by its last snapshot, else those that are answering."""
     if has_metrics(replica):
@@ -44,7 +44,7 @@ def running(replica):
     return replica["in_flight"] - replica["queued"]
 
 
-@jit
+@inner
 def kv_used(replica):
     """Share of KV memory held by requests by the last snapshot, else by the ledger, 0..1."""
     if has_metrics(replica):
@@ -58,7 +58,7 @@ def in_flight_tokens(replica):
     return replica["queued_tokens"] + replica["context_tokens"]
 
 
-@jit
+@inner
 def uncached(view, i):
     """Prompt tokens of the request that replica ``i`` would have to compute."""
     return view.request["prompt_tokens"] - view.replicas[i]["cached_tokens"]
@@ -87,7 +87,7 @@ def matched_blocks_share(view, i):
     return min(1.0, (cached // LLM_D_BLOCK) / max(1.0, float((prompt - 1) // LLM_D_BLOCK)))
 
 
-@jit
+@inner
 def recent_work(view, i):
     """Uncached prompt tokens sent to replica ``i``, faded up to now."""
     replica = view.replicas[i]

@@ -422,26 +422,32 @@ class Chooser:
         # Told nothing of its servers, so that their speeds are learned.
         toy = ClusterState([BackendSettings(url="http://127.0.0.1:1")] * 2, self.cluster.clock)
         chooser = Chooser(toy, ChooserSettings(policy=rule, shadow=shadow), warm_up=False)
-        for text in ("a", "a" * 4096):
-            arrival = toy.arrive(RequestBody("completion", text=text, streams=True))
-            decision = chooser.choose(arrival)
-            assert decision is not None
-            if python:
-                chooser._show(chooser._main, arrival)
-                chooser._judge(chooser._main, k.NO_CAUSE)
-            attempt = Attempt(toy, arrival, decision.replica, decision)
+        completions = (
+            RequestBody("completion", text=text, streams=True) for text in ("a", "a" * 4096)
+        )
+        arrivals = [toy.arrive(completion) for completion in completions]
+        given = Decision(0, rule, np.zeros(len(toy)), 1, "")
+        for arrival in arrivals:
+            attempt = Attempt(toy, arrival, 0, given)
             toy.cached_on(arrival, 0)
             if orders:
                 toy.least_work_s(arrival, frozenset())
             attempt.tokens(2)
             attempt.usage(8, 2, 0)
             attempt.close("done")
-            Attempt(toy, arrival, decision.replica, decision).close("done")
+            Attempt(toy, arrival, 0, given).close("done")
         toy.arrive(RequestBody("chat", data=np.zeros(8, np.uint8)))
         toy.scraped(0, 1.0, 1.0, 0.5)
         index = toy.index
         k.evict_until(index.entries, index.slots, index.totals, 0, 0.0)
         speed_of(toy, 0)
+        # Decisions last: the helper process compiles the policies meanwhile.
+        for arrival in arrivals:
+            decision = chooser.choose(arrival)
+            assert decision is not None
+            if python:
+                chooser._show(chooser._main, arrival)
+                chooser._judge(chooser._main, k.NO_CAUSE)
         toy.forget(0)
 
 

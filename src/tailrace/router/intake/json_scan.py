@@ -10,7 +10,7 @@ another reader.
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import inner, jit
+from tailrace.compiled import inner
 
 ODD = -1
 _DEEPEST = 60
@@ -86,7 +86,7 @@ def _character_end(b, at):
     return at + more + 1
 
 
-@jit
+@inner
 def string(b, at):
     """Return where the string that begins behind the quote before ``at`` ends, and how many
     backslashes it has; the end is ODD if it is not sound. Escapes are checked when read."""
@@ -259,7 +259,7 @@ def put_string(b, at, text, to):
 # ---- values that are not looked at --------------------------------------------------------------
 
 
-@jit
+@inner
 def blank(b, at):
     """Return where the next byte that is no blank stands."""
     while at < b.size and (b[at] == 0x20 or b[at] == 0x0A or b[at] == 0x0D or b[at] == 0x09):
@@ -285,7 +285,7 @@ def _digits(b, at):
     return at
 
 
-@jit
+@inner
 def number(b, at):
     """Return the end of a number, and whether it is whole; exponents are left to others."""
     start = at
@@ -376,7 +376,7 @@ def _sound_escapes(b, at, end):
     return at == end
 
 
-@jit
+@inner
 def _any_key(b, at):
     """Return where a key ends, where its value begins, and its backslashes; ODD: no key."""
     if at >= b.size or b[at] != 0x22:
@@ -390,7 +390,7 @@ def _any_key(b, at):
     return end, blank(b, at + 1), slashes
 
 
-@jit
+@inner
 def key(b, at):
     """Return where a key ends and where its value begins; ODD: there is no plain one."""
     end, value_at, slashes = _any_key(b, at)
@@ -406,7 +406,7 @@ def _inner_key(b, at):
     return end, value_at
 
 
-@jit
+@inner
 def value(b, at):
     """Return the end of any value; ODD: it is none, or too deep."""
     objects, depth = _U(0), 0  # a bit per open bracket: whether it is an object's

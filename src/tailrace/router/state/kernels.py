@@ -115,7 +115,7 @@ BELIEF = np.dtype(
 # ---- what the router sees -----------------------------------------------------------------------
 
 
-@jit
+@inner
 def matched_units(index, r, keys, units, branch_at, answers):
     """Leading units of a prompt that replica ``r`` has, as far as the index knows.
 
@@ -212,7 +212,7 @@ def least_work_s(
     return least if least < np.inf else 0.0
 
 
-@jit
+@inner
 def show(decision, request, replicas, routers, entries, slots, totals, beliefs, keys, units):
     """Fill the row that a worker sees: the sum of what all have sent, the union of their indexes.
 

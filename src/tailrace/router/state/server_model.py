@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.compiled import jit
+from tailrace.compiled import inner, jit
 from tailrace.config import Replica
 from tailrace.view.cost_model import prefill_tokens_per_s, token_ms
 from tailrace.view.records import COST, MAX_KNOTS, NEVER
@@ -119,7 +119,7 @@ def lesson_interval_s(equations: int) -> float:
     return LESSON_EVERY_S if equations < MANY else REVIEW_EVERY_S
 
 
-@jit
+@inner
 def _note(done, models, replicas, r, now):
     done[AT] = now
     done[OUTPUT] = done[PREFILLED] = done[PREFILL_WORK] = 0.0
@@ -152,7 +152,7 @@ def sent(models, replicas, r, lesson, now):
     done[REQUESTS] = queued + done[DECODES]
 
 
-@jit
+@inner
 def _queues(replicas, r):
     """Whether requests wait in the server's queue by its latest metrics, or may, without any.
 
@@ -166,13 +166,13 @@ def _queues(replicas, r):
     return waiting > 0
 
 
-@jit
+@inner
 def _work(prompt):
     """W of view/cost_model.py of a prompt with so many uncached and cached tokens."""
     return prompt[0] * (prompt[1] + 0.5 * prompt[0])
 
 
-@jit
+@inner
 def prefilled(model, prompt, cached):
     """A server has read a prompt of so many tokens, of which it had some cached."""
     uncached = float(prompt - cached)
@@ -219,7 +219,7 @@ def ended(models, replicas, costs, me, r, lesson, now, output, believed, counted
     apply(model, replica, costs[r])
 
 
-@jit
+@inner
 def _scatter(model, seconds):
     """How much the server's answers scatter, as a share of their time; notes one more of them."""
     expected = 1e-9
@@ -233,7 +233,7 @@ def _scatter(model, seconds):
     return model["scatter"]
 
 
-@jit
+@inner
 def _first(model, replica, lesson, believed, counted):
     """Learn from the wait for a first token."""
     before, after = lesson[SENT], lesson[FIRST]
@@ -255,7 +255,7 @@ def _first(model, replica, lesson, believed, counted):
     _learn(model, (after[AT] - before[AT]) * replica["speed"], after[AT], FIRST_NOISE)
 
 
-@jit
+@inner
 def _whole(models, replicas, me, r, lesson, now, output):
     """Learn from an answer that did not stream; its prompt is among the prefilled.
 
@@ -277,7 +277,7 @@ def _whole(models, replicas, me, r, lesson, now, output):
     _learn(model, (now - before[AT]) * replica["speed"], now, WHOLE_NOISE)
 
 
-@jit
+@inner
 def _equation(model, replica, iterations, output, prefilled, context, work):
     """Fill the row: seconds of each part of a stretch if all factors were 1."""
     row, prior = model["row"], model["prior"]
@@ -295,7 +295,7 @@ def _equation(model, replica, iterations, output, prefilled, context, work):
     row[OVERHEAD] = 0.0
 
 
-@jit
+@inner
 def _learn(model, seconds, now, noise):
     """One step of the filter: the row times the factors is ``seconds``, more or less."""
     if seconds <= 0.0:

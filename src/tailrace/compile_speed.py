@@ -1,0 +1,146 @@
+"""Makes Numba compile faster, by three changes to its internals that change no result.
+
+Each checks that Numba is what it was written for (0.60 to 0.69), and leaves it alone otherwise.
+"""
+
+import contextlib
+import copy
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+from numba.core import errors, ir, targetconfig, types, utils
+from numba.core.target_extension import get_local_target
+from numba.core.types import functions
+
+_ir: Any = ir
+_functions: Any = functions
+_Function: Any = types.BaseFunction
+_utils: Any = utils
+_Config: Any = targetconfig.TargetConfig
+
+
+#: Objects made between two searches for garbage while compiling. The compiler makes millions and
+#: keeps most: Python's usual 700 cost a tenth of the time.
+_COLLECT_AFTER = 50_000
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Let the garbage collector search less often."""
+    before = gc.get_threshold()
+    if not 0 < before[0] < _COLLECT_AFTER:  # off, or an outer function is being compiled
+        yield
+        return
+    gc.set_threshold(_COLLECT_AFTER, *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+# ---- variables ----------------------------------------------------------------------------------
+
+
+def _copy_scope(scope: Any, memo: dict[int, Any]) -> Any:
+    """Copy the variables of a function, for ``copy.deepcopy``.
+
+    To inline a function, Numba copies each of its blocks, each with all variables of the function.
+    Python's general way to copy them took a fifth of the time to compile the simulator.
+    """
+    copied = _ir.Scope(copy.deepcopy(scope.parent, memo), scope.loc)
+    memo[id(scope)] = copied
+    for variable in scope.localvars._con.values():
+        memo[id(variable)] = copied.define(variable.name, variable.loc)
+    copied.redefined.update(scope.redefined)
+    for name, versions in scope.var_redefinitions.items():
+        copied.var_redefinitions[name] = set(versions)
+    return copied
+
+
+if vars(_ir.Scope(None, _ir.unknown_loc)).keys() == {
+    *("parent", "localvars", "loc", "redefined", "var_redefinitions")
+}:
+    _ir.Scope.__deepcopy__ = _copy_scope
+
+
+# ---- options ------------------------------------------------------------------------------------
+
+_hashes: dict[type, int] = {}
+_hash_config, _same_config = _Config.__hash__, _Config.__eq__
+
+
+def _config_hash(config: Any) -> int:
+    """Hash compiler options: Numba hashes their sorted names, the same for all of a class."""
+    kind = type(config)
+    if kind not in _hashes:
+        _hashes[kind] = _hash_config(config)
+    return _hashes[kind]
+
+
+def _config_equal(config: Any, other: Any) -> Any:
+    """Compare compiler options: equal if the same ones are set to the same values."""
+    if type(config) is type(other) and config._values == other._values:
+        return True
+    return _same_config(config, other)
+
+
+# Its names: hash(tuple(sorted(self.values()))).
+if _hash_config.__code__.co_names == ("hash", "tuple", "sorted", "values"):
+    _Config.__hash__, _Config.__eq__ = _config_hash, _config_equal
+
+
+# ---- operators and built-in functions -----------------------------------------------------------
+
+_resolve = _Function.get_call_type
+
+
+def _unliteral(args: Any, kws: Any) -> tuple[Any, Any]:
+    plain = _functions._unlit_non_poison
+    return tuple(map(plain, args)), {name: plain(given) for name, given in kws.items()}
+
+
+def _resolve_once(function: Any, context: Any, args: Any, kws: Any) -> Any:
+    """Find the signature of a call of an operator or a function that Numba implements.
+
+    Numba tries dozens of implementations, for every call anew. This tries the one first that
+    accepted these types before.
+    """
+    accepted = function.__dict__.setdefault("_tailrace_accepted", {})
+    key = context, args, tuple(kws.items())
+    if key in accepted:
+        found = _signature(function, context, accepted[key], args, kws)
+        if found is not None:
+            return found
+    target = get_local_target(context)
+    for kind in _utils.order_by_target_specificity(target, function.templates, function.key[0]):
+        first = bool(kind(context).prefer_literal)
+        for literal in (first, not first):
+            found = _signature(function, context, (kind, literal), args, kws)
+            if found is not None:
+                accepted[key] = kind, literal
+                return found
+    return _resolve(function, context, args, kws)  # for its error message
+
+
+def _signature(function: Any, context: Any, accepted: tuple[Any, bool], args: Any, kws: Any) -> Any:
+    """Return the signature if an implementation accepts the types, as literals or not; or None."""
+    kind, literal = accepted
+    template = kind(context)
+    try:
+        given = (args, kws) if literal else _unliteral(args, kws)
+        found = template.apply(*given)
+    except errors.NumbaError:
+        return None
+    if found is not None:
+        function._impl_keys[found.args] = template.get_impl_key(found)
+    return found
+
+
+if set(_resolve.__code__.co_names) == {
+    "_ResolutionFailures", "_depth", "numba.core.target_extension", "get_local_target", "utils",
+    "order_by_target_specificity", "templates", "key", "prefer_literal", "apply", "tuple", "items",
+    "Exception", "isinstance", "errors", "NumbaError", "add_error", "get_impl_key", "_impl_keys",
+    "args", "getattr", "join", "raise_error",
+}:  # fmt: skip
+    _Function.get_call_type = _resolve_once

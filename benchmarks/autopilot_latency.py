@@ -1,7 +1,7 @@
 """What requests notice of a working autopilot: ``python benchmarks/autopilot_latency.py [--json]``.
 
 Two of our routers with the same trivial backends, one with an autopilot that does a round whenever
-it may (a fifth of a core), take turns: 1 KB chat requests one after the other on one connection.
+it may, take turns: 1 KB chat requests one after the other on one connection.
 Before that, streams fill the decision logs, so that there is something to fit and to simulate.
 ``share_of_a_core`` is what the autopilot took meanwhile. Needs a quiet machine.
 """

@@ -162,9 +162,14 @@ class Stage(Cluster):
 
     @property
     def anonymous_mb(self) -> float:
-        """Memory of the router's processes that is no file's: own, and shared by all once."""
+        """Memory of the router's processes that is no file's: own, and shared by all once.
+
+        Without its autopilot, which comes and goes and has a limit of its own.
+        """
         own, shared = 0, 0
-        for pid in _tree(self.processes["router"].pid):
+        pilot = self.autopilot()
+        others = set(_tree(pilot)) if pilot is not None else set()
+        for pid in set(_tree(self.processes["router"].pid)) - others:
             figures = _status(pid)
             own += figures.get("RssAnon", 0)
             shared = max(shared, figures.get("RssShmem", 0))

@@ -313,7 +313,7 @@ def behaviour(logits: F32, mask: Bools, temperature: float = 1.0, epsilon: float
     """Return the probabilities [B, n] that choices are drawn from; 0 where ``mask`` is false.
 
     softmax(logits / temperature) with a share ``epsilon`` of the uniform distribution over what
-    can be chosen. The learner computes the same (ppo.log_behaviour).
+    can be chosen. The learner computes the same (experience.log_behaviour).
     """
     policy = np.empty(logits.shape)
     fill_behaviour(logits, mask, temperature, epsilon, policy)

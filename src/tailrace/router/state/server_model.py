@@ -115,7 +115,7 @@ def new_models(servers: Sequence[Replica]) -> NDArray[np.void]:
 
 
 def lesson_interval_s(equations: int) -> float:
-    """Return the time until another request to a server with so many equations teaches, s."""
+    """Return the shortest time between two lessons of a server, s, by its equations so far."""
     return LESSON_EVERY_S if equations < MANY else REVIEW_EVERY_S
 
 

@@ -31,7 +31,7 @@ from bench_sim import machine
 from tailrace.env.sb3 import RouterVecEnv
 from tailrace.env.vector_env import RouterVectorEnv
 from tailrace.learn.exploration import ExplorationValues
-from tailrace.learn.improve import experience
+from tailrace.learn.improve import experience, fused
 from tailrace.learn.improve.learner import Learner
 from tailrace.learn.improve.ppo_settings import PpoSettings
 from tailrace.learn.improve.rollout import RolloutTask, collect
@@ -234,7 +234,7 @@ def passes(turns: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     compiled: Any = torch.compile(lambda network, *given: network(*given), dynamic=False)
     ways: dict[str, Any] = {
-        "fused": experience._single,
+        "fused": None,
         "torch": lambda network, *given: network(*given),
         "torch.compile": compiled,
     }
@@ -242,17 +242,18 @@ def passes(turns: int) -> dict[str, Any]:
     taken: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(WARM_UPS + turns):
         for name, learner in learners.items():
+            fused.COMPILED = ways[name] is None
             experience._single = ways[name]
             took = seconds(learner.update, time.process_time)
             if turn >= WARM_UPS:
                 taken[name].append(took)
             else:
                 say(f"{name}: {took:.1f} CPU s while warming up")
-    fused = taken["fused"]
+    ours = taken["fused"]
     return {
         name: {
             "cpu_s_per_update": statistics.median(values),
-            "ratio_to_fused": statistics.median(b / a for a, b in zip(fused, values, strict=True)),
+            "ratio_to_fused": statistics.median(b / a for a, b in zip(ours, values, strict=True)),
         }
         for name, values in taken.items()
     }

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tailrace.config import Cluster
 from tailrace.env.episodes import Episode, Episodes, Worlds
 from tailrace.env.latency_limit import LatencyLimit
 from tailrace.env.reward import Reward, RewardSettings
@@ -31,6 +30,7 @@ from tailrace.sim.fleet import (
     step_fleet,
 )
 from tailrace.sim.types import Fleet
+from tailrace.view.devices import resolved
 from tailrace.view.ordering import Order, order_row
 
 Array = NDArray[np.float64]
@@ -218,7 +218,7 @@ class Core(EpisodicClusters):
     def _start(self, c: int, episode: Episode) -> None:
         self.playing[c] = episode
         scenario, reward, order = episode.scenario, self.settings.reward, self.settings.order
-        servers = Cluster(replicas=tuple(episode.replicas)).served_by(order=order is not None)
+        servers = resolved(scenario.cluster.served_by(order=order is not None))
         lay_out(self._tables, c, episode.table, scenario.events, scenario.router, episode.seed)
         for fleet in self._fleets:
             set_up(
@@ -226,7 +226,7 @@ class Core(EpisodicClusters):
                 self._tables,
                 c,
                 c,
-                servers.replicas,
+                servers,
                 episode.table,
                 scenario.router,
                 scenario.engine,

@@ -6,6 +6,7 @@ profiles do not give is derived from data sheets by the three formulas below and
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tailrace.config import Cluster, CostModel, Replica
 from tailrace.errors import unknown_name
@@ -283,9 +284,10 @@ def num_blocks_of(replica: Replica) -> int:
     return get(replica.device).kv_tokens // replica.block_size
 
 
-def resolved(cluster: Cluster) -> list[Replica]:
+@lru_cache(maxsize=256)  # every episode of a scenario asks again
+def resolved(cluster: Cluster) -> tuple[Replica, ...]:
     """One entry per replica of a cluster, with cost model and KV memory filled in."""
-    return [
+    return tuple(
         replica.model_copy(update={"cost": cost_of(replica), "num_blocks": num_blocks_of(replica)})
         for replica in cluster.expanded()
-    ]
+    )

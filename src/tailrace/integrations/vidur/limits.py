@@ -10,7 +10,7 @@ SCHEDULERS = ("sarathi", "vllm", "orca")
 OWN = ("device", "cost", "speed")
 
 
-def replicas_for_vidur(cluster: Cluster) -> list[Replica]:
+def replicas_for_vidur(cluster: Cluster) -> tuple[Replica, ...]:
     """Return the replicas with cost and memory filled in, or raise if Vidur has no such cluster."""
     replicas = resolved(cluster)
     first = replicas[0]

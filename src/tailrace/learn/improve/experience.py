@@ -63,15 +63,26 @@ class Experience:
         empty = torch.zeros(self.mask.shape)
         return empty.scatter(-1, self.choice, self.advantage)
 
+    def most_entropy(self) -> float:
+        """Return the entropy of choosing uniformly, summed over the decisions, nats."""
+        return max(float(self.mask.sum(-1).log().sum()), 1e-9)
+
+    def tile(self, rows: slice) -> "Experience":
+        """Return stretches in a row, in the same memory."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Experience(
+            **{name: x[rows] if name == "memory" else x[:, rows] for name, x in parts.items()}
+        )
+
     def part(self, index: Tensor) -> "Experience":
         """Return some of the stretches."""
-        parts = {
-            field.name: getattr(self, field.name).index_select(
-                0 if field.name == "memory" else 1, index
-            )
-            for field in fields(self)
-        }
-        return Experience(**parts)
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Experience(
+            **{
+                name: x.index_select(0 if name == "memory" else 1, index)
+                for name, x in parts.items()
+            }
+        )
 
 
 def joined(parts: Sequence[Experience]) -> list[Experience]:

@@ -1,168 +1,366 @@
 """The network's forward and backward pass for training, faster than torch's own.
 
-The same function of the same weights as ``policy.learned.network.Network``, without memory:
-matrix products are torch's, and what lies between them is compiled
-(learn/improve/fused_kernels.py). The tests hold values and gradients to the network's. With torch's
-own pass a whole PPO update takes 1.8 times the CPU time, and so it does with torch.compile's
+The same function of the same weights as ``policy.learned.network.Network``, without memory: matrix
+products are torch's, and what lies between them is compiled (learn/improve/fused_kernels.py). A
+minibatch passes in tiles that stay in the processor's cache, forwards and at once backwards, in
+memory that is allocated once; gradients are added up by hand, since autograd would take longer than
+a tile. The tests hold values and gradients to the network's. With torch's own pass a whole PPO
+update takes 1.8 times the CPU time, and so it does with torch.compile's
 (docs/results/bench_passes.json).
 """
 
 import math
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import numba
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as fn
 
 from tailrace.learn.improve import fused_kernels as kernels
 from tailrace.policy.learned.network import Head, Network, Trunk
 
+Array = NDArray[Any]
+Space = TypeVar("Space", "_TrunkSpace", "_HeadSpace", "_PoolSpace")
+
 _numba: Any = numba
 #: Interpreted, the kernels would be far slower than torch.
 COMPILED = not _numba.config.DISABLE_JIT
+#: Replicas of all states of a tile: with 64 hidden units an array takes a megabyte.
+TILE_ROWS = 4096
+#: Shapes of tiles whose memory is kept; minibatches of one update have a few.
+MOST_SHAPES = 8
 
 
+def tiles(states: int, replicas: int) -> Iterator[slice]:
+    """Yield the tiles of this many states with this many replicas each."""
+    step = max(1, TILE_ROWS // replicas)
+    for start in range(0, states, step):
+        yield slice(start, min(start + step, states))
+
+
+@torch.no_grad()
 def forward(
     network: Network, replica_obs: Tensor, request_obs: Tensor, mask: Tensor, prior: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return logits [B, n] and values [B], as the network itself does."""
-    norms = (network.replica_norm, network.request_norm)
-    mean, std = (torch.cat([getattr(norm, name) for norm in norms]) for name in ("mean", "std"))
-    given = (replica_obs.contiguous(), request_obs.contiguous(), mask.contiguous(), mean, std)
-    rows = _embed(network.actor, given)
-    scorer = _weights(network.scorer)
-    if network.critic is None:
-        both: Any = _apply(_ScoresAndPool, rows, given[2], *scorer)
-        scores, pooled = both
-    else:
-        scores = _apply(_Scores, rows, *scorer)
-        pooled = _apply(_Pool, _embed(network.critic, given), given[2])
-    logits = scores.view(mask.shape)
-    if network.config.prior:
-        if prior is None:
-            raise ValueError(f"this network needs the scores of its prior {network.config.prior}")
-        logits = logits - network.config.prior_weight * prior
-    logits = logits.masked_fill(~mask, -torch.inf)
-    return logits, _apply(_Scores, pooled, *_weights(network.value_head))
+    """Return logits [B, n] and values [B], as the network itself does, without gradients."""
+    through = NetworkPass(network)
+    logits, values = torch.empty(mask.shape), torch.empty(len(mask))
+    for rows in tiles(*mask.shape):
+        logits[rows], values[rows] = through.forward(
+            replica_obs[rows], request_obs[rows], mask[rows], None if prior is None else prior[rows]
+        )
+    return logits, values
 
 
-def choices(
-    logits: Tensor, mask: Tensor, choice: Tensor, temperature: float, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities [..., c] of choices and the entropy [...] of their policies.
+class NetworkPass:
+    """A network's passes over tiles, whose gradients add up."""
 
-    ``logits`` and ``mask`` [..., n]. The same as ``experience.log_policy`` and ``log_behaviour``
-    and the entropy of the former, in one pass each way.
-    """
-    flat = (tensor.flatten(0, -2).contiguous() for tensor in (logits, mask, choice))
-    found: tuple[Tensor, Tensor] = _Choices.apply(*flat, temperature, epsilon)  # type: ignore[no-untyped-call]
-    return found[0].view(choice.shape), found[1].view(choice.shape[:-1])
+    def __init__(self, network: Network) -> None:
+        """Prepare for the network as it is now."""
+        self._network = network
+        self._actor = _TrunkPass(network, network.actor)
+        self._critic = None if network.critic is None else _TrunkPass(network, network.critic)
+        self._scorer, self._value_head = _HeadPass(network.scorer), _HeadPass(network.value_head)
+        self._pools: dict[tuple[int, ...], _PoolSpace] = {}
+        self._pool: _PoolSpace | None = None
+        self.read_norms()
+        self.start()
 
+    @torch.no_grad()
+    def read_norms(self) -> None:
+        """Take in the network's normalisers, which stay the same during an update."""
+        for part in (self._actor, self._critic):
+            if part is not None:
+                part.read_norms()
 
-def _apply(function: Any, *given: Any) -> Tensor:
-    """Call a function with a gradient of its own; torch does not say what that returns."""
-    out: Tensor = function.apply(*given)
-    return out
+    @torch.no_grad()
+    def start(self) -> None:
+        """Take in the network's present weights, and begin gradients anew."""
+        for part in (self._actor, self._critic, self._scorer, self._value_head):
+            if part is not None:
+                part.start()
 
-
-def _embed(trunk: Trunk, given: tuple[Tensor, ...]) -> Tensor:
-    weights = (
-        *(trunk.input.weight, trunk.input.bias, trunk.norm.weight, trunk.norm.bias),
-        *(trunk.hidden.weight, trunk.hidden.bias),
-        *(trunk.query.weight, trunk.key.weight, trunk.value.weight, trunk.output.weight),
-    )
-    return _apply(_Embedding, trunk.heads, *given, *weights)
-
-
-def _weights(head: Head) -> tuple[Tensor, ...]:
-    return head.hidden.weight, head.hidden.bias, head.output.weight, head.output.bias
-
-
-class _Embedding(torch.autograd.Function):
-    """A trunk: [B, n, F], [B, G] and [B, n] to rows [B n, hidden]."""
-
-    @staticmethod
+    @torch.no_grad()
     def forward(
-        ctx: Any,
-        heads: int,
-        x: Tensor,
-        g: Tensor,
-        mask: Tensor,
-        mean: Tensor,
-        std: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
-        first, first_bias, gain, bias, second, second_bias, query, key, value, output = weights
-        states, n, features = x.shape
-        scaled = first / std  # the normaliser is multiplied in
-        shared = torch.addmm(first_bias - scaled @ mean, g, scaled[:, features:].T)
-        normal = x.view(states * n, features) @ scaled[:, :features].T
-        h1, slope1 = torch.empty_like(normal), torch.empty_like(normal)
-        scale = torch.empty(len(normal))
-        kernels.first_layer(*_arrays(normal, shared, gain, bias, h1, slope1, scale))
-        rows, h2, slope2 = h1 @ second.T, torch.empty_like(normal), torch.empty_like(normal)
-        kernels.hidden_layer(*_arrays(rows, second_bias, h2, slope2))
-        scaled_query = query / math.sqrt(len(query) / heads)
-        projection = torch.cat([_padded(part, heads) for part in (scaled_query, key, value)])
-        output = _padded(output.T, heads).T
-        projected = h2 @ projection.T
-        attention = torch.empty(states * heads * n * n)
-        mixed = torch.empty(states * n, output.shape[1])
-        kernels.attend(*_arrays(projected.view(-1), mask, attention, mixed.view(-1)), heads)
-        ctx.heads, ctx.head_size = heads, len(query) // heads
-        ctx.kept = (x, g, mean, std, normal, scale, h1, slope1, h2, slope2, projection, projected)
-        ctx.kept += (attention, mixed, gain, second, output)
-        return rows.addmm_(mixed, output.T)
+        self, replica_obs: Tensor, request_obs: Tensor, mask: Tensor, prior: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits [B, n] and values [B] of a tile; the next tile overwrites the latter."""
+        states, n = mask.shape
+        x, g = replica_obs.contiguous().view(states * n, -1), request_obs.contiguous()
+        available = mask.contiguous().numpy()
+        rows = self._actor.forward(x, g, available)
+        scores = self._scorer.forward(rows.tensor)
+        seen = rows if self._critic is None else self._critic.forward(x, g, available)
+        pool = self._pool = _kept(self._pools, _PoolSpace, states, n, rows.array.shape[1])
+        pool.mask = available
+        kernels.pool(seen.array, available, pool.pooled.array, pool.highest)
+        logits, config = scores.view(states, n), self._network.config
+        if config.prior:
+            if prior is None:
+                raise ValueError(f"this network needs the scores of its prior {config.prior}")
+            logits = logits - config.prior_weight * prior
+        logits = logits.masked_fill(~mask, -torch.inf)
+        return logits, self._value_head.forward(pool.pooled.tensor)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, g, mean, std, normal, scale, h1, slope1, h2, slope2, projection, projected = ctx.kept[
-            :12
-        ]
-        attention, mixed, gain, second, output = ctx.kept[12:]
-        grad = grad.contiguous()
-        states, n, features = x.shape
-        heads, size = ctx.heads, ctx.head_size
-        of_projected = torch.empty_like(projected)
-        flat = (tensor.view(-1) for tensor in (grad @ output, projected, attention, of_projected))
-        kernels.attend_back(*_arrays(*flat, torch.empty(n, n)), heads)
-        of_projection = (of_projected.T @ h2).split(mixed.shape[1])
-        of_query, of_key, of_value = (_unpadded(part, heads, size) for part in of_projection)
-        of_h2 = of_projected @ projection
-        of_second_bias, of_gain, of_bias = torch.zeros(3, gain.numel())
-        kernels.hidden_layer_back(*_arrays(of_h2, grad, slope2, of_second_bias))
-        of_rows = of_h2 @ second
-        of_shared = torch.empty(states, gain.numel())
+    @torch.no_grad()
+    def backward(self, of_logits: Tensor, of_values: Tensor) -> None:
+        """Add the gradients of the last tile, from those of its logits [B, n] and values [B].
+
+        ``of_logits`` is 0 where the mask is false.
+        """
+        pool = self._pool
+        assert pool is not None
+        of_rows = self._scorer.backward(of_logits.reshape(-1))
+        of_pooled = self._value_head.backward(of_values)
+        of_seen = of_rows
+        if self._critic is not None:
+            of_seen = pool.of_rows
+            of_seen.array[:] = 0
+        kernels.pool_back(of_pooled.array, pool.mask, pool.highest, of_seen.array)
+        if self._critic is not None:
+            self._critic.backward(of_seen)
+        self._actor.backward(of_rows)
+
+    @torch.no_grad()
+    def set_gradients(self) -> None:
+        """Set the gradients of all parameters to the sums over the tiles since the start."""
+        for part in (self._actor, self._critic, self._scorer, self._value_head):
+            if part is not None:
+                part.set_gradients()
+
+
+class _TrunkPass:
+    """A trunk: [B n, F], [B, G] and [B, n] to rows [B n, hidden]."""
+
+    def __init__(self, network: Network, trunk: Trunk) -> None:
+        self._network, self._trunk = network, trunk
+        self._heads, self._size = trunk.heads, len(trunk.query.weight) // trunk.heads
+        hidden, width = len(trunk.hidden.weight), self._heads * _lanes(self._size)
+        self._hidden, self._width = hidden, width
+        self._inputs = [network.features, network.globals_]
+        self._of_first = torch.zeros(sum(self._inputs), hidden)
+        self._of_replica, self._of_request = self._of_first.split(self._inputs)
+        self._of_second = torch.zeros(hidden, hidden)
+        self._of_projection = torch.zeros(3 * width, hidden)
+        self._of_output = torch.zeros(width, hidden)
+        self._of_gain, self._of_bias, self._of_second_bias = (_Buffer.of(hidden) for _ in range(3))
+        self._of_first_bias = torch.zeros(hidden)
+        self._spaces: dict[tuple[int, ...], _TrunkSpace] = {}
+
+    def read_norms(self) -> None:
+        norms = (self._network.replica_norm, self._network.request_norm)
+        self._mean, self._std = (
+            torch.cat([getattr(norm, name) for norm in norms]) for name in ("mean", "std")
+        )
+
+    def start(self) -> None:
+        trunk = self._trunk
+        first = trunk.input.weight / self._std  # the normaliser is multiplied in
+        self._first_bias = trunk.input.bias - first @ self._mean
+        self._first_replica, self._first_request = first.T.split(self._inputs)
+        self._gain, self._bias = arrays(trunk.norm.weight, trunk.norm.bias)
+        self._second, self._second_bias = trunk.hidden.weight.detach(), *arrays(trunk.hidden.bias)
+        query = trunk.query.weight / math.sqrt(self._size)
+        parts = (query, trunk.key.weight, trunk.value.weight)
+        self._projection = torch.cat([_padded(part, self._heads) for part in parts])
+        self._output = _padded(trunk.output.weight.T, self._heads).T
+        sums = (self._of_first, self._of_second, self._of_projection, self._of_output)
+        biases = (self._of_gain.tensor, self._of_bias.tensor, self._of_second_bias.tensor)
+        for total in (*sums, *biases, self._of_first_bias):
+            total.zero_()
+
+    def forward(self, x: Tensor, g: Tensor, mask: Array) -> "_Buffer":
+        shape = (*mask.shape, self._hidden, self._width, self._heads)
+        s = self._last = _kept(self._spaces, _TrunkSpace, *shape)
+        s.x, s.g = x, g
+        torch.addmm(self._first_bias, g, self._first_request, out=s.shared.tensor)
+        torch.mm(x, self._first_replica, out=s.normal.tensor)
+        kernels.first_layer(
+            s.normal.array, s.shared.array, self._gain, self._bias, s.h1.array, s.slope1, s.scale
+        )
+        torch.mm(s.h1.tensor, self._second.T, out=s.rows.tensor)
+        kernels.hidden_layer(s.rows.array, self._second_bias, s.h2.array, s.slope2)
+        torch.mm(s.h2.tensor, self._projection.T, out=s.projected.tensor)
+        flat, mixed = s.projected.array.reshape(-1), s.mixed.array.reshape(-1)
+        kernels.attend(flat, mask, s.attention, mixed, self._heads)
+        s.rows.tensor.addmm_(s.mixed.tensor, self._output.T)
+        return s.rows
+
+    def backward(self, grad: "_Buffer") -> None:
+        s = self._last
+        torch.mm(grad.tensor, self._output, out=s.of_mixed.tensor)
+        kernels.attend_back(
+            s.of_mixed.array.reshape(-1), s.projected.array.reshape(-1), s.attention,
+            s.of_projected.array.reshape(-1), s.change, self._heads,
+        )  # fmt: skip
+        self._of_output.addmm_(s.mixed.tensor.T, grad.tensor)
+        self._of_projection.addmm_(s.of_projected.tensor.T, s.h2.tensor)
+        torch.mm(s.of_projected.tensor, self._projection, out=s.of_h2.tensor)
+        kernels.hidden_layer_back(s.of_h2.array, grad.array, s.slope2, self._of_second_bias.array)
+        self._of_second.addmm_(s.of_h2.tensor.T, s.h1.tensor)
+        torch.mm(s.of_h2.tensor, self._second, out=s.of_rows.tensor)
         kernels.first_layer_back(
-            *_arrays(of_rows, slope1, normal, scale, gain, of_gain, of_bias, of_shared)
-        )
+            s.of_rows.array, s.slope1, s.normal.array, s.scale, self._gain,
+            self._of_gain.array, self._of_bias.array, s.of_shared.array,
+        )  # fmt: skip
         # This way round, since torch takes half as long again for an odd number of columns.
-        of_scaled = torch.cat([x.view(states * n, features).T @ of_rows, g.T @ of_shared]).T
-        of_first_bias = of_shared.sum(0)
-        return (
-            *(None, None, None, None, None, None),
-            (of_scaled - of_first_bias[:, None] * mean) / std,
-            of_first_bias,
-            of_gain,
-            of_bias,
-            of_h2.T @ h1,
-            of_second_bias,
-            of_query / math.sqrt(size),
-            of_key,
-            of_value,
-            _unpadded(mixed.T @ grad, heads, size).T,
+        self._of_replica.addmm_(s.x.T, s.of_rows.tensor)
+        self._of_request.addmm_(s.g.T, s.of_shared.tensor)
+        self._of_first_bias += s.of_shared.tensor.sum(0)
+
+    def set_gradients(self) -> None:
+        trunk, heads, size = self._trunk, self._heads, self._size
+        of_query, of_key, of_value = (
+            _unpadded(part, heads, size) for part in self._of_projection.split(self._width)
         )
+        of_first = (self._of_first.T - self._of_first_bias[:, None] * self._mean) / self._std
+        gradients = {
+            trunk.input.weight: of_first,
+            trunk.input.bias: self._of_first_bias,
+            trunk.norm.weight: self._of_gain.tensor,
+            trunk.norm.bias: self._of_bias.tensor,
+            trunk.hidden.weight: self._of_second,
+            trunk.hidden.bias: self._of_second_bias.tensor,
+            trunk.query.weight: of_query / math.sqrt(size),
+            trunk.key.weight: of_key,
+            trunk.value.weight: of_value,
+            trunk.output.weight: _unpadded(self._of_output, heads, size).T,
+        }
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient.contiguous()  # Adam takes them to lie as the weights do
+
+
+class _HeadPass:
+    """A head: [K, inputs] to [K]."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._units, self._inputs = head.hidden.weight.shape
+        self._of_weight = torch.zeros(self._units, self._inputs)
+        self._of_last, self._of_bias = _Buffer.of(self._units), _Buffer.of(self._units)
+        self._of_last_bias = torch.zeros(1)
+        self._spaces: dict[tuple[int, ...], _HeadSpace] = {}
+
+    def start(self) -> None:
+        hidden, output = self._head.hidden, self._head.output
+        self._weight = hidden.weight.detach()
+        self._bias, self._last, self._last_bias = arrays(
+            hidden.bias, output.weight.view(-1), output.bias
+        )
+        sums = (self._of_weight, self._of_last.tensor, self._of_bias.tensor, self._of_last_bias)
+        for total in sums:
+            total.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self._space = _kept(self._spaces, _HeadSpace, len(x), self._units, self._inputs)
+        s.x = x
+        torch.mm(x, self._weight.T, out=s.rows.tensor)
+        kernels.weigh(
+            s.rows.array, self._bias, s.hidden, s.slope.array, self._last, self._last_bias,
+            s.out.array,
+        )  # fmt: skip
+        return s.out.tensor
+
+    def backward(self, grad: Tensor) -> "_Buffer":
+        """Return the gradient of what came in."""
+        s = self._space
+        kernels.weigh_back(
+            grad.numpy(), s.hidden, s.slope.array, self._last,
+            self._of_last.array, self._of_bias.array,
+        )  # fmt: skip
+        self._of_weight.addmm_(s.slope.tensor.T, s.x)
+        self._of_last_bias += grad.sum()
+        torch.mm(s.slope.tensor, self._weight, out=s.of_x.tensor)
+        return s.of_x
+
+    def set_gradients(self) -> None:
+        hidden, output = self._head.hidden, self._head.output
+        hidden.weight.grad, hidden.bias.grad = self._of_weight, self._of_bias.tensor
+        output.weight.grad, output.bias.grad = self._of_last.tensor[None], self._of_last_bias
+
+
+# ---- working memory -----------------------------------------------------------------------------
+
+
+class _Buffer(NamedTuple):
+    """The same float32 numbers for torch and for compiled code."""
+
+    tensor: Tensor
+    array: Array
+
+    @classmethod
+    def of(cls, *shape: int) -> "_Buffer":
+        array = np.zeros(shape, np.float32)
+        return cls(torch.from_numpy(array), array)
+
+
+class _TrunkSpace:
+    """What a trunk computes of ``states`` states with ``n`` replicas, in the order of the pass."""
+
+    x: Tensor
+    g: Tensor
+
+    def __init__(self, states: int, n: int, hidden: int, width: int, heads: int) -> None:
+        rows = states * n
+        self.shared, self.of_shared = (_Buffer.of(states, hidden) for _ in range(2))
+        self.normal, self.h1, self.rows, self.h2, self.of_h2, self.of_rows = (
+            _Buffer.of(rows, hidden) for _ in range(6)
+        )
+        self.scale = np.zeros(rows, np.float32)
+        self.slope1, self.slope2 = np.zeros((2, rows, hidden), np.float32)
+        self.projected, self.of_projected = (_Buffer.of(rows, 3 * width) for _ in range(2))
+        self.mixed, self.of_mixed = (_Buffer.of(rows, width) for _ in range(2))
+        self.attention = np.zeros(rows * heads * n, np.float32)
+        self.change = np.zeros((n, n), np.float32)
+
+
+class _HeadSpace:
+    """What a head computes of ``rows`` inputs."""
+
+    x: Tensor
+
+    def __init__(self, rows: int, units: int, inputs: int) -> None:
+        self.rows, self.slope = _Buffer.of(rows, units), _Buffer.of(rows, units)
+        self.hidden = np.zeros((rows, units), np.float32)
+        self.out, self.of_x = _Buffer.of(rows), _Buffer.of(rows, inputs)
+
+
+class _PoolSpace:
+    """Mean and maximum over the replicas, and the gradients of the rows they were made of."""
+
+    mask: Array
+
+    def __init__(self, states: int, n: int, hidden: int) -> None:
+        self.pooled, self.of_rows = _Buffer.of(states, 2 * hidden), _Buffer.of(states * n, hidden)
+        self.highest = np.zeros((states, hidden), np.float32)
+
+
+def _kept(spaces: dict[tuple[int, ...], Space], kind: type[Space], *shape: int) -> Space:
+    """Return the memory for a shape, which is kept for the next tile of that shape."""
+    found = spaces.get(shape)
+    if found is None:
+        if len(spaces) >= MOST_SHAPES:
+            spaces.clear()
+        found = spaces[shape] = kind(*shape)
+    return found
+
+
+def _lanes(size: int) -> int:
+    """Return a size, filled up to a multiple of LANES."""
+    return size + -size % kernels.LANES
 
 
 def _padded(weight: Tensor, heads: int) -> Tensor:
     """Fill each head's rows of a weight [heads x size, k] up to a multiple of LANES with zeros."""
-    missing = -(len(weight) // heads) % kernels.LANES
-    if not missing:
+    size = len(weight) // heads
+    if size == _lanes(size):
         return weight
-    return fn.pad(weight.reshape(heads, -1, weight.shape[1]), (0, 0, 0, missing)).flatten(0, 1)
+    parts = weight.reshape(heads, size, weight.shape[1])
+    return fn.pad(parts, (0, 0, 0, _lanes(size) - size)).flatten(0, 1)
 
 
 def _unpadded(weight: Tensor, heads: int, size: int) -> Tensor:
@@ -172,88 +370,6 @@ def _unpadded(weight: Tensor, heads: int, size: int) -> Tensor:
     return weight.view(heads, -1, weight.shape[1])[:, :size].flatten(0, 1)
 
 
-class _Scores(torch.autograd.Function):
-    """A head: [K, inputs] to [K]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, last: Tensor, last_bias: Tensor
-    ) -> Tensor:
-        rows, out = x @ weight.T, torch.empty(len(x))
-        hidden, slope = torch.empty_like(rows), torch.empty_like(rows)
-        kernels.weigh(*_arrays(rows, bias, hidden, slope, last.view(-1), last_bias, out))
-        ctx.kept = (x, weight, last, hidden, slope)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        x, weight, last, hidden, slope = ctx.kept
-        grad = grad.contiguous()
-        of_last, of_bias = torch.zeros(2, hidden.shape[1])
-        kernels.weigh_back(*_arrays(grad, hidden, slope, last.view(-1), of_last, of_bias))
-        return slope @ weight, slope.T @ x, of_bias, of_last.view_as(last), grad.sum().view(1)
-
-
-class _Pool(torch.autograd.Function):
-    """Rows [B n, k] to the mean and the maximum of each state's available ones, [B, 2 k]."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, mask: Tensor) -> Tensor:
-        states, size = len(mask), rows.shape[1]
-        pooled = torch.empty(states, 2 * size)
-        highest = torch.empty(states, size)
-        kernels.pool(*_arrays(rows, mask, pooled, highest))
-        ctx.kept = (mask, highest)
-        return pooled
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mask, highest = ctx.kept
-        rows_grad = torch.zeros(mask.numel(), highest.shape[1])
-        kernels.pool_back(*_arrays(grad.contiguous(), mask, highest, rows_grad))
-        return rows_grad, None
-
-
-class _ScoresAndPool(torch.autograd.Function):
-    """Both of the same rows; torch would need one more pass to add up what comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, mask: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.scores, ctx.pool = SimpleNamespace(), SimpleNamespace()
-        return _Scores.forward(ctx.scores, rows, *weights), _Pool.forward(ctx.pool, rows, mask)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_rows, *of_weights = _Scores.backward(ctx.scores, grads[0])
-        kernels.pool_back(*_arrays(grads[1].contiguous(), *ctx.pool.kept, of_rows))
-        return of_rows, None, *of_weights
-
-
-class _Choices(torch.autograd.Function):
-    """Logits [K, n], mask and choices [K, c] to log-probabilities [K, c] and entropies [K]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, mask: Tensor, choice: Tensor, temperature: float, epsilon: float
-    ) -> tuple[Tensor, Tensor]:
-        policy, log_policy = torch.empty_like(logits), torch.empty_like(logits)
-        log_prob, entropy = torch.empty(choice.shape), torch.empty(len(logits))
-        ctx.settings = (np.float32(1 / temperature), np.float32(epsilon))
-        ctx.kept = (mask, choice, policy, log_policy)
-        given, found = _arrays(logits, mask, choice), _arrays(policy, log_policy, log_prob, entropy)
-        kernels.choose(*given, *ctx.settings, *found)
-        return log_prob, entropy
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mask, choice, policy, log_policy = ctx.kept
-        of_log_prob, of_entropy = (grad.contiguous() for grad in grads)
-        of_logits = torch.empty_like(policy)
-        given = _arrays(of_log_prob, of_entropy, mask, choice)
-        kernels.choose_back(*given, *ctx.settings, *_arrays(policy, log_policy, of_logits))
-        return of_logits, None, None, None, None
-
-
-def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
-    """The same memory as NumPy arrays."""
+def arrays(*tensors: Tensor) -> tuple[Array, ...]:
+    """Return the same memory as NumPy arrays."""
     return tuple(tensor.detach().numpy() for tensor in tensors)

@@ -412,3 +412,47 @@ def choose_back(of_log_prob, of_entropy, mask, choice, scale, epsilon, policy, l
             total += grad[b, i]
         for i in range(policy.shape[1]):
             grad[b, i] = scale * (grad[b, i] - policy[b, i] * total)
+
+
+# ---- loss ---------------------------------------------------------------------------------------
+
+#: What :func:`lose` adds up.
+SUMS = ("policy_loss", "value_loss", "entropy", "kl", "clipped", "weight")
+
+
+@vectorised
+def lose(
+    log_prob, entropy, values, old_log_prob, advantage, weight, returns, old_values,
+    numbers, of_log_prob, of_entropy, of_values, sums,
+):  # fmt: skip
+    """PPO's clipped loss of some decisions: fills its gradients, adds to ``sums`` [SUMS].
+
+    Of the choices [B, c]: ``log_prob`` now and before the update, ``advantage``, ``weight``. Of the
+    decisions [B]: ``entropy``, ``values`` now and before, ``returns``. ``numbers``: how far ratios
+    and values may move, weights of value and entropy, and one decision's share of the mean, which
+    counts in the gradients only.
+    """
+    clip, value_clip, value_weight = numbers[0], numbers[1], numbers[2]
+    entropy_weight, share = numbers[3], numbers[4]
+    for b in range(values.size):
+        for k in range(log_prob.shape[1]):
+            change = log_prob[b, k] - old_log_prob[b, k]
+            ratio, a, w = math.exp(change), advantage[b, k], weight[b, k]
+            gain = ratio * a
+            bounded = min(max(ratio, ONE - clip), ONE + clip) * a
+            beyond = abs(ratio - ONE) > clip
+            sums[0] -= w * min(gain, bounded)
+            sums[3] += w * (ratio - ONE - change)
+            sums[4] += w if beyond else f32(0)
+            sums[5] += w
+            of_log_prob[b, k] = f32(0) if beyond and gain > bounded else -w * gain * share
+        error, moved = values[b] - returns[b], values[b] - old_values[b]
+        at_bound = old_values[b] + math.copysign(value_clip, moved) - returns[b]
+        if abs(moved) > value_clip and at_bound * at_bound > error * error:
+            sums[1] += at_bound * at_bound
+            of_values[b] = f32(0)
+        else:
+            sums[1] += error * error
+            of_values[b] = f32(2) * value_weight * error * share
+        sums[2] += entropy[b]
+        of_entropy[b] = -entropy_weight * share

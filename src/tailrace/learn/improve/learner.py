@@ -6,6 +6,7 @@ clipped surrogate, or a target policy at a limited KL divergence.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from tailrace.learn.exploration import ExplorationValues
 from tailrace.learn.imitate.fit import ImitationDataset
 from tailrace.learn.improve import advantages as adv
 from tailrace.learn.improve import fused
+from tailrace.learn.improve.compiled_loss import ClippedLoss, LossWeights
 from tailrace.learn.improve.experience import (
     Experience,
     divergence,
@@ -62,16 +64,16 @@ class _UpdateContext:
     start_weight: float
     imitation_weight: float
     demonstrations: Sequence[ImitationDataset]
-    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
+    metrics: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     kl: list[float] = field(default_factory=list)  # of the minibatches of the epoch under way
-    losses: list[Tensor] = field(default_factory=list)  # of the policy in that epoch, as sums
+    losses: list[float] = field(default_factory=list)  # of the policy in that epoch, as sums
 
-    def add(self, terms: Mapping[str, Tensor]) -> None:
+    def add(self, terms: Mapping[str, float]) -> None:
         for name, value in terms.items():
-            self.metrics.setdefault(name, []).append(value.detach())
+            self.metrics[name].append(value)
 
     def means(self) -> dict[str, float]:
-        return {name: float(torch.stack(values).mean()) for name, values in self.metrics.items()}
+        return {name: float(np.mean(values)) for name, values in self.metrics.items()}
 
 
 class Learner:
@@ -106,6 +108,7 @@ class Learner:
         self._optimiser = torch.optim.Adam(
             self._parameters.values(), settings.learning_rate, ADAM_BETAS, ADAM_EPS, fused=True
         )
+        self._pass = None if network.config.memory else fused.NetworkPass(network)
         self._penalty = 1.0  # weight of the KL divergence, if there is a penalty
         self._rate = 1.0  # factor of the learning rate
 
@@ -147,6 +150,8 @@ class Learner:
         ``kl`` is that of the last epoch. A step that is not finite is refused, not taken.
         """
         s, metrics = self.settings, {}
+        if self._pass is not None:
+            self._pass.read_norms()
         start_weight = self._start_weight(update)
         if start_weight and self._warm_start is not None:
             groups = [_with_start(group, self._warm_start, exploration) for group in groups]
@@ -174,7 +179,7 @@ class Learner:
         if self.objective == "kl_limited":
             metrics |= self._compare(groups, exploration)
             rows = sum(group.decisions for group in groups)
-            metrics["policy_loss"] = float(sum(context.losses, torch.zeros(()))) / rows
+            metrics["policy_loss"] = sum(context.losses) / rows
         self._adapt(metrics["kl"])
         return metrics
 
@@ -251,37 +256,77 @@ class Learner:
         limit = KL_TOLERANCE * s.target_kl if s.kl_stop and s.target_kl else math.inf
         context.kl, context.losses = [], []
         for part in minibatches(groups, s.minibatch, context.rng):
-            loss, terms = self._loss(part, context)
-            context.kl.append(float(terms.pop("kl")))
+            terms = self._gradients(part, context)
+            context.kl.append(terms.pop("kl"))
             if context.kl[-1] > limit:
                 return False
             if context.imitation_weight:
-                terms["imitation_loss"] = self._imitation_loss(context)
-                loss = loss + context.imitation_weight * terms["imitation_loss"]
-            terms["grad_norm"] = self._gradient_step(loss, terms, context.optimiser)
-            context.losses.append(terms["policy_loss"].detach() * part.decisions)
+                imitation = self._imitation_loss(context)
+                (context.imitation_weight * imitation).backward()
+                terms["imitation_loss"] = imitation.item()
+            terms["grad_norm"] = self._gradient_step(terms, context.optimiser)
+            context.losses.append(terms["policy_loss"] * part.decisions)
             context.add(terms)
         return True
 
-    def _loss(self, part: Experience, context: _UpdateContext) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of a minibatch and what it consists of."""
+    def _gradients(self, part: Experience, context: _UpdateContext) -> dict[str, float]:
+        """Set the gradients of a minibatch's loss; return what the loss consists of."""
+        if self._pass is None or not (part.has_returns and fused.COMPILED):
+            context.optimiser.zero_grad(set_to_none=True)
+            loss, of_part = self._loss(part, *evaluate(self.network, part), context)
+            loss.backward()
+            return of_part
+        self._pass.start()
+        terms: dict[str, float] = defaultdict(float)
+        losses = self._compiled_loss(part, context)
+        for rows in fused.tiles(*part.mask[0].shape):
+            seen = (part.replica_obs[0, rows], part.request_obs[0, rows], part.mask[0, rows])
+            prior = part.prior[0, rows] if self.network.config.prior else None
+            logits, values = self._pass.forward(*seen, prior)
+            if losses is not None:
+                self._pass.backward(*losses.gradients(logits, values, rows))
+                continue
+            logits, values = logits.requires_grad_(), values.clone().requires_grad_()
+            loss, of_tile = self._loss(part.tile(rows), logits[None], values[None], context)
+            share = len(values) / part.decisions
+            (share * loss).backward()
+            assert logits.grad is not None
+            assert values.grad is not None
+            self._pass.backward(logits.grad.masked_fill(~seen[2], 0.0), values.grad)
+            for name, value in of_tile.items():
+                terms[name] += share * value
+        self._pass.set_gradients()
+        return dict(terms) if losses is None else losses.terms()
+
+    def _compiled_loss(self, part: Experience, context: _UpdateContext) -> ClippedLoss | None:
+        """The loss of a minibatch in compiled code; None: it has terms that only torch computes."""
         s, exploration = self.settings, context.exploration
-        logits, values = evaluate(self.network, part)
-        temperature, epsilon = exploration.temperature, exploration.epsilon
+        if self.objective == "kl_limited" or s.kl_penalty or context.start_weight:
+            return None
+        weights = LossWeights(
+            exploration.temperature,
+            exploration.epsilon,
+            s.clip_range,
+            math.inf if self._value_clip is None else self._value_clip,
+            self._value_weight,
+            exploration.entropy_weight,
+        )
+        return ClippedLoss(weights, part)
+
+    def _loss(
+        self, part: Experience, logits: Tensor, values: Tensor, context: _UpdateContext
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Loss of decisions with these logits [L, B, n] and values [L, B], and its terms."""
+        s, exploration = self.settings, context.exploration
         terms: dict[str, Tensor] = {}
-        needs_policy = self.objective == "kl_limited" or s.kl_penalty or context.start_weight
-        if part.has_returns and fused.COMPILED and not needs_policy:
-            new, entropy = fused.choices(logits, part.mask, part.choice, temperature, epsilon)
-        else:
-            policy = log_policy(logits, part.mask, temperature)
-            if self.objective == "clipped":
-                new = log_behaviour(policy, part.mask, part.choice, epsilon)
-            entropy = -(policy.exp() * policy).sum(-1)
+        policy = log_policy(logits, part.mask, exploration.temperature)
+        entropy = -(policy.exp() * policy).sum(-1)
         if self.objective == "kl_limited":
             loss = towards(part.target, policy)
             with torch.no_grad():
                 terms["kl"] = divergence(part.log_policy, policy)
         else:
+            new = log_behaviour(policy, part.mask, part.choice, exploration.epsilon)
             change = new - part.log_prob
             loss = clipped(change, part.advantage, part.weight, s.clip_range)
             terms |= _moved(change.detach(), part.weight, s.clip_range)
@@ -297,10 +342,8 @@ class Learner:
         if context.start_weight:
             terms["kl_to_start"] = divergence(part.start_log_policy, policy)
             loss = loss + context.start_weight * terms["kl_to_start"]
-        with torch.no_grad():
-            most = part.mask.sum(-1).log().sum().clamp(min=1e-9)
-            terms["entropy_fraction"] = entropy.sum() / most
-        return loss, terms
+        terms["entropy_fraction"] = entropy.detach().sum() / part.most_entropy()
+        return loss, {name: value.item() for name, value in terms.items()}
 
     def _value_loss(self, values: Tensor, part: Experience) -> Tensor:
         error = (values - part.returns) ** 2
@@ -317,17 +360,15 @@ class Learner:
         rows = min(self.settings.imitation_batch_size or self.settings.minibatch, len(group))
         return group.loss(self.network, torch.randint(len(group), (rows,), generator=context.rng))
 
-    def _gradient_step(
-        self, loss: Tensor, terms: Mapping[str, Tensor], optimiser: torch.optim.Optimizer
-    ) -> Tensor:
+    def _gradient_step(self, terms: Mapping[str, float], optimiser: torch.optim.Optimizer) -> float:
         """Take a gradient step; returns the norm of the gradient before it was bounded."""
-        optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(
-            self._parameters.values(), self.settings.max_grad_norm, foreach=True
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(
+                self._parameters.values(), self.settings.max_grad_norm, foreach=True
+            )
         )
-        if not math.isfinite(float(norm)):
-            bad = [name for name, value in terms.items() if not bool(value.isfinite())]
+        if not math.isfinite(norm):
+            bad = [name for name, value in terms.items() if not math.isfinite(value)]
             section = self.settings.SECTION
             raise TailraceError(
                 f"PPO: the {bad[0] if bad else 'gradient'} is not finite; the last checkpoint is "

@@ -176,6 +176,22 @@ def test_a_slow_down_is_followed_within_a_minute() -> None:
     assert abs(same) < 0.15
 
 
+@pytest.mark.parametrize("factor", [0.4, 0.7, 2.0])
+@pytest.mark.parametrize(("rate", "requests"), [(2.0, 250), (4.0, 560)])
+def test_a_change_of_a_well_known_server_is_followed_as_soon(
+    monkeypatch: pytest.MonkeyPatch, factor: float, rate: float, requests: int
+) -> None:
+    """It taught by one request in 3 s until then."""
+    monkeypatch.setattr(server_model, "MANY", 50)
+    ends_s = make("chat", requests, rate, 5).rows["arrival_s"].max()
+    changed = Event(at_s=ends_s - 60.0, replica=0, kind="slow", factor=factor)
+    servers = (Replica(), Replica())
+    cluster = learned(*servers, rate=rate, requests=requests, events=(changed,))
+    (answers, _), (same, _) = errors(cluster, (Replica(speed=factor), Replica()))
+    assert abs(answers) < 0.15
+    assert abs(same) < 0.15
+
+
 def test_what_the_settings_say_is_kept() -> None:
     told = (Replica(speed=0.7), Replica(device="h100-llama2-7b"))
     cluster = learned(Replica(), Replica(), told=told, requests=60)
@@ -316,8 +332,8 @@ def test_at_a_high_rate_few_requests_teach() -> None:
     cluster = ClusterState(backends(Replica()), clock)
     taught = 0
     cluster.models["equations"] = server_model.MANY
-    for _ in range(1000):  # over 10 s
-        clock.now += 0.01
+    for _ in range(1000):  # over 120 s
+        clock.now += 0.12
         if clock.now >= cluster.lesson_at[0]:
             cluster.begin_lesson(0, clock.now)
             taught += 1

@@ -145,8 +145,7 @@ class ReplicaRecords:
 
     def begin_lesson(self, replica: int, now: float) -> NDArray[np.float64]:
         """A request is about to be sent from which a replica's speed is learned."""
-        known = self.models[replica]["equations"]
-        self.lesson_at[replica] = now + server_model.lesson_interval_s(known)
+        self.lesson_at[replica] = now + server_model.lesson_interval_s(self.models[replica])
         lesson = np.zeros(server_model.LESSON_SHAPE)
         server_model.sent(self._all_models, self._all_views, replica, lesson, now)
         return lesson

@@ -52,17 +52,23 @@ ANSWER_NOISE, FIRST_NOISE, WHOLE_NOISE, NOISE_S = 0.05, 0.25, 0.15, 0.002
 #: Weight of one more answer in the scatter of a server's times, and the largest deviation that
 #: counts, as a share.
 SCATTER_STEP, MOST_OFF = 0.05, 2.0
-#: A deviation, in those expected, beyond which the server is taken to have changed.
-SURPRISE = 3.0
+#: A deviation, in those expected, beyond which the server is taken to have changed; and a moving
+#: mean of deviations beyond which it has, because they keep to one side. Of a server that is well
+#: known the mean is 0, with a standard deviation of 0.33.
+SURPRISE, BIASED = 3.0, 1.0
+#: Weight of one more equation in that mean.
+BIAS_STEP = 0.2
+#: Factor of all variances for each equation that shows such a change.
+DOUBT = 1.3
 #: Smallest factor, and largest variance of one.
 LEAST, MAX_VARIANCE = 0.01, 100.0
 #: Weight of one more equation in the moving mean of relative errors.
 ERROR_STEP = 0.02
-#: Shortest time between two requests to a server that teach, s: of a server with few equations so
-#: far, and of one with many. At low rates nearly every request teaches; at high rates, when CPU
-#: time matters, few do.
-LESSON_EVERY_S, REVIEW_EVERY_S = 0.02, 0.25
-MANY = 1000
+#: Shortest time between two requests to a server that teach, s: while it is little known or seems
+#: to have changed, and afterwards. A lesson costs 16 us of CPU time.
+LESSON_EVERY_S, REVIEW_EVERY_S = 0.02, 3.0
+#: Equations after which a server is known, and mean deviation up to which it still is.
+MANY, SETTLED = 1000, 0.8
 
 #: What is known of a server.
 SERVER_MODEL = np.dtype(
@@ -74,6 +80,7 @@ SERVER_MODEL = np.dtype(
         ("updated_at", "f8"),  # s
         ("equations", "i8"),  # so far
         ("error", "f8"),  # moving mean of |predicted - seen| / seen
+        ("bias", "f8"),  # moving mean of seen - predicted, in expected deviations
         # of answers: deviation of the last one as a share, and how much that varies from one to the
         # next (standard deviation; not from the prediction, which is off when a server slows down)
         ("last_off", "f8"),
@@ -114,9 +121,10 @@ def new_models(servers: Sequence[Replica]) -> NDArray[np.void]:
     return models
 
 
-def lesson_interval_s(equations: int) -> float:
-    """Return the shortest time between two lessons of a server, s, by its equations so far."""
-    return LESSON_EVERY_S if equations < MANY else REVIEW_EVERY_S
+def lesson_interval_s(model: np.void) -> float:
+    """Return the shortest time between two lessons of a server, s."""
+    is_known = model["equations"] >= MANY and abs(model["bias"]) < SETTLED
+    return REVIEW_EVERY_S if is_known else LESSON_EVERY_S
 
 
 @inner
@@ -328,13 +336,15 @@ def _learn(model, seconds, now, noise):
     limit = SURPRISE * np.sqrt(variance)
     surprised = abs(off) > limit
     off = min(max(off, -limit), limit)
+    model["bias"] += BIAS_STEP * (SURPRISE * off / limit - model["bias"])
+    surprised |= abs(model["bias"]) > BIASED
     for i in range(N_FACTORS):
         factors[i] = max(LEAST, factors[i] + gain[i] / variance * off)
     for i in range(N_FACTORS):
         for j in range(N_FACTORS):
             if surprised:
                 if covariance[i, i] < MAX_VARIANCE and covariance[j, j] < MAX_VARIANCE:
-                    covariance[i, j] *= 1.3
+                    covariance[i, j] *= DOUBT
             else:
                 covariance[i, j] -= gain[i] * gain[j] / variance
 

@@ -158,3 +158,18 @@ def test_copied_variables_are_new_and_have_their_names():
     assert copied.get("x") is other
     assert other is not variable
     assert other.scope is copied
+
+
+PRODUCT = """
+import sys
+import numba, numpy as np
+from tailrace.view import selection
+assert "numba.np.arraymath" in sys.modules and "scipy.linalg" not in sys.modules
+print(numba.njit(lambda a, b: a @ b)(np.eye(3), np.ones((3, 3))).sum())
+assert "scipy.linalg.cython_blas" in sys.modules
+"""
+
+
+def test_linear_algebra_is_imported_where_it_is_used():
+    done = subprocess.run([sys.executable, "-c", PRODUCT], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "9.0\n"), done.stderr

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 
 from router.processes import until
 from tailrace import compiled
+from tailrace.router.proxy import large_bodies
+from tailrace.router.proxy.large_bodies import LargeBodies
 from tailrace.view import selection
 from tailrace.view.records import ROUTER
 
@@ -284,3 +287,32 @@ def test_a_helper_is_waited_for(tmp_path, monkeypatch):
     with compiled.helper("this") as poll:
         assert poll() == 0
         assert children(os.getpid()) == before
+
+
+def test_what_a_helper_compiles_is_waited_for_until_it_is_marked_or_the_helper_ends(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compiled, "CACHE", tmp_path)
+    assert not compiled.helps_with("part")  # there is no helper
+    with compiled.helper("http.server"):
+        assert compiled.helps_with("part")
+        waiting = threading.Thread(target=compiled.wait_for, args=["part"])
+        waiting.start()
+        compiled.mark("part")
+        waiting.join(10)
+        assert not waiting.is_alive()
+        assert not compiled.helps_with("part")
+    with compiled.helper("this") as poll:
+        until("the helper ends", lambda: poll() is not None)
+        compiled.wait_for("another")
+
+
+def test_a_router_listens_before_the_reader_of_large_bodies_is_compiled(tmp_path, monkeypatch):
+    monkeypatch.setattr(compiled, "CACHE", tmp_path)
+    with compiled.helper("http.server"):
+        bodies = LargeBodies()
+        later = bodies.threads.submit(lambda: None)
+        assert not later.done()
+        compiled.mark(large_bodies.__name__)
+        later.result(60)
+        bodies.close()

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -330,15 +331,36 @@ def helper(module: str) -> Iterator[Callable[[], int | None]]:
         [sys.executable, "-m", module], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     )  # fmt: skip
+    _helpers.append(process)
     try:
         yield process.poll
     finally:
+        _helpers.remove(process)
         process.terminate()
         process.wait()
 
 
+#: Helpers of this process that run, or have ended lately.
+_helpers: list[subprocess.Popen[bytes]] = []
+
+
+def helps_with(module: str) -> bool:
+    """Whether a helper is compiling something that has not been marked yet."""
+    return (
+        CACHE is not None
+        and not (CACHE / module).exists()
+        and any(process.poll() is None for process in _helpers)
+    )
+
+
+def wait_for(module: str) -> None:
+    """Wait until a helper has marked something, or has ended."""
+    while helps_with(module):
+        time.sleep(0.05)
+
+
 def mark(module: str) -> None:
-    """Note in the cache that everything a helper module compiles is there."""
+    """Note in the cache that everything a helper compiles for a module is there."""
     if CACHE is not None:
         with contextlib.suppress(OSError):
             (CACHE / module).touch(mode=0o600)

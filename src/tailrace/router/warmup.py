@@ -18,9 +18,8 @@ from tailrace.policy.learned import inference
 from tailrace.policy.warmup import compile_rules
 from tailrace.router.access import accounts
 from tailrace.router.decide.chooser import Chooser, ChooserSettings
-from tailrace.router.intake import model_field
-from tailrace.router.intake.fast_body import BodyReader
-from tailrace.router.proxy.large_bodies import LargeBodies
+from tailrace.router.intake import fast_body, model_field
+from tailrace.router.proxy import large_bodies
 from tailrace.router.settings import BackendSettings
 from tailrace.router.state.cluster import ClusterState
 
@@ -37,11 +36,14 @@ def compile_readers() -> None:
     inference.run.compile(numbers)
     inference.run_listed.compile(numbers)
     compile_rules()
-    BodyReader()
-    LargeBodies().close()
+    fast_body.BodyReader()
+    compiled.mark(fast_body.__name__)
     RequestChunks().feed(b"0\r\n\r\n")
     model_field.is_clear(b"{}")
     accounts.warm_up()
+    # Last: a router listens before this is there.
+    large_bodies.LargeBodies().close()
+    compiled.mark(large_bodies.__name__)
 
 
 def compile_choosers() -> None:

@@ -1,7 +1,8 @@
 """Reads large request bodies in a thread, before their requests are begun.
 
 Reading 32 MB of short values takes a second, in which other clients must be served. One thread
-reads one body at a time, so that large bodies take no more than one core.
+reads one body at a time, so that large bodies take no more than one core. When a router is started
+for the first time, the first of them waits some seconds until a helper has compiled the reader.
 """
 
 import asyncio
@@ -10,6 +11,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from tailrace import compiled
 from tailrace.net.server import Work
 from tailrace.router.intake.large_body import read_large
 from tailrace.router.intake.request_body import BadRequest, RequestBody
@@ -52,7 +54,9 @@ class LargeBodies:
         self._waiting: OrderedDict[str, OrderedDict[BodyReading, None]] = OrderedDict()
         """By whose they are; whose turn it is comes first."""
         self._busy = False
-        read_large("chat", {}, b'{"messages":[]}')  # compile it now
+        reader = self.threads.submit(_load_reader)
+        if not compiled.helps_with(__name__):
+            reader.result()  # compile it now: later it would hold up all requests
 
     def read(
         self, request: BodyHolder, kind: str, whose: str, begin: Begin, give_up: Callable[[], None]
@@ -98,6 +102,12 @@ class LargeBodies:
         if not future.cancelled():
             self._next()  # the thread goes on while the request is begun
             reading.done(future)
+
+
+def _load_reader() -> None:
+    """Load the compiled reader once a helper has left it in the cache, or compile it."""
+    compiled.wait_for(__name__)
+    read_large("chat", {}, b'{"messages":[]}')
 
 
 class BodyReading:

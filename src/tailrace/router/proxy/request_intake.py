@@ -7,13 +7,13 @@ import os
 import time
 from collections.abc import Mapping
 
+from tailrace import compiled
 from tailrace.net.heads import is_request_id
 from tailrace.router.access import refusals
 from tailrace.router.access.accounts import TOO_MANY_TOKENS
 from tailrace.router.access.keyring import Client
 from tailrace.router.access.refusals import RefusedRequest
-from tailrace.router.intake import model_field
-from tailrace.router.intake.fast_body import BodyReader
+from tailrace.router.intake import fast_body, model_field
 from tailrace.router.intake.request_body import RequestBody, read_body
 from tailrace.router.intake.routes import OTHER
 from tailrace.router.observe.decision_log import DecisionLog
@@ -60,7 +60,8 @@ class RequestIntake:
         self._id_prefix = os.urandom(6).hex().encode()
         self._id_count = 0
         self._mean_output = backends.cluster.mean_output  # tokens, as of the last sweep
-        self._reader = BodyReader()
+        compiled.wait_for(fast_body.__name__)
+        self._reader = fast_body.BodyReader()
         self._parses_from = 0.0  # when the event loop has time for parsing again, s
         self.large_bodies = LargeBodies()
 

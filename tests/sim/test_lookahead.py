@@ -75,6 +75,30 @@ def test_looking_ahead_leaves_the_cluster_as_it_was():
     assert simulation.result().requests.tobytes() == twin.result().requests.tobytes()
 
 
+#: Working memory of the look-ahead; everything else in a fleet belongs to the real servers.
+SCRATCH = {"ghost", "ghost_slots", "ghost_phase", "ghost_requests", "ghost_numbers", "notices"}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("blocks", [None, 700])
+def test_looking_ahead_writes_to_its_own_memory_only(blocks):
+    """Ghosts once registered blocks in the real prefix cache, which then looped for ever."""
+    table = library.make("sessions-hot", 80, 30.0, seed=3)
+    simulation = Simulation(
+        Cluster(replicas=(Replica(count=2, num_blocks=blocks),)), table, lookahead=True
+    )
+    rule = registry.get("lookahead")
+    fleet, tables = simulation.arrays
+    code = rule.rule.code
+    while simulation.next_decision() is not None:
+        before = {name: array.tobytes() for name, array in fleet._asdict().items()}
+        kernel.choice(fleet, tables, 0, code, rule.params, True)
+        after = {name: array.tobytes() for name, array in fleet._asdict().items()}
+        changed = {name for name in before if before[name] != after[name]}
+        assert changed <= {*SCRATCH, "scores"}
+        simulation.assign(int(np.argmin(fleet.scores[0])))
+
+
 @pytest.mark.compiled
 @pytest.mark.parametrize("workload", ["chat", "sessions-hot"])
 def test_looking_ahead_beats_the_rules_on_its_own_cost(workload):

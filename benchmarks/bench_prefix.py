@@ -5,7 +5,8 @@
 Prints JSON: requests per CPU second with ``least_outstanding``, with and without prefix caches, and
 a digest of the results. Set-up (tables, keys, chains) is counted apart. ``--before`` runs the very
 same requests with the sources of another checkout as well, such as one that keeps caches block by
-block, and says whether the results agree to the last bit.
+block, and says whether the results agree to the last bit. Digests are of runs that step through
+every iteration (``exact``): a stretch of decode iterations at once rounds times differently.
 
 The long prompts are synthetic, with the lengths of coding agents: sessions that begin with a shared
 prompt of 15 000 tokens and grow to hundreds of thousands, a median of 200 output tokens, a run of
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from tailrace.config import Cluster, Replica
+from tailrace.config import Cluster, Engine, Replica
 from tailrace.policy import registry
 from tailrace.sim.simulator import Simulation
 from tailrace.workload import library
@@ -87,7 +88,9 @@ def measure(table: RequestTable, servers: Cluster, least_s: float) -> dict[str, 
         simulation.run(policy)
         took = time.process_time() - set_up
         best, spent = max(best, len(table) / took), spent + took
-    result = simulation.result()
+    exact = Simulation(servers, table, engine=Engine(exact=True))
+    exact.run(policy)
+    result = exact.result()
     digest = hashlib.sha256(result.requests.tobytes() + result.replicas.tobytes())
     return {
         "requests_per_s": round(best),

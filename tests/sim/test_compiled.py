@@ -1,7 +1,6 @@
 """The compiled engine against the reference engine, and what must hold in every run."""
 
 import dataclasses
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,13 +8,14 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from books import check_books
 from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.sim.result import FAILED, FINISHED, PENDING, SimResult
 from tailrace.sim.simulator import Simulation, simulate
-from tailrace.sim.types import NOT_ARRIVED, RUNNING, SCHEDULER_CODES, WAITING
+from tailrace.sim.types import NOT_ARRIVED, SCHEDULER_CODES
 from tailrace.workload import library
 from tailrace.workload.table import RequestTable
 
@@ -175,71 +175,6 @@ def test_fast_forward_changes_times_by_less_than_a_nanosecond(scheduler, caching
     assert_same(exact, fast, tolerance_s=1e-9)
     if memory == "tight":
         assert exact.replicas["preemptions"].sum() > 0
-
-
-def check_books(simulation: Simulation) -> None:
-    """KV blocks are neither lost nor used twice, and every request is in one place."""
-    fleet, _ = simulation.arrays
-    states = fleet.requests[0]
-    for r, server in enumerate(fleet.servers[0]):
-        held = server["num_blocks"] - server["free_blocks"]
-        assert 0 <= held <= server["num_blocks"]
-        residents = fleet.slots[0, r, 0, : server["n_slots"]]
-        assert (states["status"][residents] == RUNNING).all()
-        assert len(set(residents)) == server["n_slots"] <= server["batch_cap"]
-        waiting, r_next = 0, server["queue_head"] if server["queue_len"] else -1
-        while r_next >= 0:
-            assert states["status"][r_next] == WAITING
-            waiting, r_next = waiting + 1, states["next"][r_next]
-        assert waiting == server["queue_len"]
-        view = fleet.replicas_view[0, r]
-        assert view["in_flight"] == server["n_slots"] + server["queue_len"]
-        assert 0 <= view["queued"] <= view["in_flight"]
-        if server["caching"]:
-            check_cache(fleet, r, server)
-
-
-def check_cache(fleet, r: int, server) -> None:  # type: ignore[no-untyped-def]
-    """Every block is in one extent, with as many holders as rows list it."""
-    extents = fleet.extents[0, r]
-    refs: Counter[int] = Counter()
-    nameless = 0
-    for i in range(server["n_slots"]):
-        row = fleet.held[0, r, fleet.slots[0, r, 5, i]]
-        named = int(row[1])
-        nameless += int(fleet.requests[0][fleet.slots[0, r, 0, i]]["blocks"]) - named
-        e, covered = 0, 0
-        starts = {int(extents[x]["first"]): int(x) for x in row[2 : 2 + row[0]]}
-        while covered < named:
-            e = starts.get(covered, int(extents[e]["rest"]))
-            assert extents[e]["first"] == covered
-            covered += int(extents[e]["count"])
-            refs[e] += 1
-        assert covered == named
-    free, e = [], int(extents[0]["next"])
-    while e:
-        assert extents[e]["refs"] == 0
-        free.append(e)
-        e = int(extents[e]["next"])
-    assert extents["count"][free].sum() == server["free_blocks"]
-    assert not refs.keys() & set(free)
-    assert all(extents[e]["refs"] == count for e, count in refs.items())
-    held = sum(int(extents[e]["count"]) for e in refs)
-    assert held + nameless + server["free_blocks"] == server["num_blocks"]
-    reached = set()
-    for head in fleet.buckets[0, r]:
-        end = 0
-        while head:
-            assert extents[head]["first"] >= end
-            end = extents[head]["first"] + extents[head]["count"]
-            twin = head
-            while twin:
-                same = ["chain", "first", "count"]
-                assert extents[twin][same] == extents[head][same]
-                reached.add(int(twin))
-                twin = extents[twin]["younger"]
-            head = extents[head]["after"]
-    assert reached == {*refs, *(e for e in free if extents[e]["chain"] >= 0)}
 
 
 @pytest.mark.compiled

@@ -17,6 +17,7 @@ from tailrace.sim.simulator import simulate
 from tailrace.workload.table import RequestTable
 
 EXACT = Engine(engine="compiled", exact=True)
+FAST = Engine(engine="compiled")
 REFERENCE = Engine(engine="reference")
 HARD = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -74,12 +75,17 @@ def test_runs_equal_the_reference_engine(table, size, spare, cap, chunk, ahead):
     )
     cluster = Cluster(replicas=(replica,))
     for policy in ("round_robin", "lmetric"):
-        reference, ours = (
-            simulate(cluster, table, policy, engine=engine, seed=4) for engine in (REFERENCE, EXACT)
+        reference, ours, fast = (
+            simulate(cluster, table, policy, engine=engine, seed=4)
+            for engine in (REFERENCE, EXACT, FAST)
         )
         assert reference.requests.tobytes() == ours.requests.tobytes()
         for name in ("iterations", "tokens", "preemptions", "partial_preemptions"):
             assert (reference.replicas[name] == ours.replicas[name]).all(), name
+            assert (reference.replicas[name] == fast.replicas[name]).all(), name
+        assert (reference.requests["cached_tokens"] == fast.requests["cached_tokens"]).all()
+        late = np.abs(reference.requests["finished_s"] - fast.requests["finished_s"])
+        assert late.max() < 1e-9
 
 
 def conversations(sessions: int, turns: int, seed: int) -> RequestTable:
@@ -191,7 +197,7 @@ class Pools:
         hits = self.pool.cached_chain(names, (prompt - 1) // self.size)
         idle = sum(self.pool.users[block] == 0 for block in hits)
         kvcache.begin_row(self.kv, row)
-        found = kvcache.longest_prefix(self.kv, self.content, r, prompt, self.size, row)
+        found = kvcache.longest_prefix(self.server, self.kv, self.content, r, prompt, row)
         assert found == (len(hits), idle)
         cached = len(hits) * self.size
         chunk = min(chunk, prompt - cached)

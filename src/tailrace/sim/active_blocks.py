@@ -1,8 +1,8 @@
 """Distinct prompt blocks of the requests in flight, for rules that read them.
 
 Blocks are named by all content up to their end, so the blocks that a prompt shares with a set of
-prompts are its leading ones, as many as with the one it shares most with. Counted anew for a
-decision: the requests in flight are those in a server's slots and queue.
+prompts are its leading ones, as many as with the one it shares most with. The requests in flight
+are those in a server's slots and queue; they are counted anew when one has come or gone.
 """
 
 import numpy as np
@@ -17,15 +17,22 @@ def count(fleet, tables, c):
     cluster = fleet.clusters[c]
     table = cluster["table"]
     in_flight = fleet.in_flight_scratch[c]
+    own = fleet.requests_view[c]["id"]
     for r in range(cluster["n_replicas"]):
-        view = fleet.replicas_view[c, r]
-        size = fleet.servers[c, r]["block_size"]
+        view, server = fleet.replicas_view[c, r], fleet.servers[c, r]
+        size = server["block_size"]
+        if server["n_slots"] == 0 and server["queue_len"] == 0:
+            view["active_blocks"] = 0
+            view["new_blocks"] = tables.facts[table, own]["prompt"] // size
+            continue
         number = _list_in_flight(fleet, c, r, in_flight)
-        blocks = np.int64(0)
-        for k in range(number):
-            blocks += _unshared(tables, table, in_flight[k], in_flight[:k], size)
-        view["active_blocks"] = blocks
-        own = fleet.requests_view[c]["id"]
+        came_and_went = server["requests"] + view["finished"]
+        if server["active_at"] != came_and_went:
+            server["active_at"] = came_and_went
+            blocks = np.int64(0)
+            for k in range(number):
+                blocks += _unshared(tables, table, in_flight[k], in_flight[:k], size)
+            view["active_blocks"] = blocks
         view["new_blocks"] = _unshared(tables, table, own, in_flight[:number], size)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tailrace.config import Replica, RouterSettings
+from tailrace.sim.kvcache import ROW_HEAD
 from tailrace.sim.result import BATCH
 from tailrace.sim.types import (
     CLUSTER,
@@ -156,7 +157,7 @@ def new_fleet(
         heap=np.zeros((c, room.waiting + 1), HEAP_ENTRY),
         extents=np.zeros((c, n, room.blocks + 1), EXTENT),
         buckets=np.zeros((c, n, buckets), np.int32),
-        held=np.zeros((c, n, room.explicit_slots, room.blocks_per_request + 2), np.int32),
+        held=np.zeros((c, n, room.explicit_slots, room.blocks_per_request + ROW_HEAD), np.int32),
         rows_free=np.zeros((c, n, slots + 1), np.int64),
         batches=np.zeros((c, record_batches), BATCH),
         news=np.zeros((c, 3 * rows + 1 if record_news else 0), NEWS),

@@ -4,11 +4,15 @@ The decodes of a server advance together, one token each per decode iteration ("
 is stored per token: a slot keeps ``tokens processed - tick``, which stays constant, and the tick
 at which it is done. Blocks are allocated in one of two ways:
 
-* counted (sarathi, vllm, and vllm_v1 without caching): every decode takes one block each
-  ``block_size`` ticks, so ``phase[k]`` counts the decodes that take one at ticks = k (mod
-  block_size) and an iteration costs O(1), a whole stretch of them O(block_size);
-* explicit (vllm_v1 with prefix caching or preallocation): each request has blocks of its own (see
-  kvcache.py), and a slot knows the tick of its next block event (needs one, or fills one).
+* counted (all but vllm_v1 with preallocation): every decode takes one block each ``block_size``
+  ticks, so ``phase[k]`` counts the decodes that take one at ticks = k (mod block_size) and an
+  iteration costs O(1), a whole stretch of them O(block_size);
+* one by one (vllm_v1 with preallocation): a slot knows the tick of its next block event (needs one,
+  or fills one).
+
+With prefix caching or preallocation blocks are *explicit*: each request has blocks of its own (see
+kvcache.py). Counted decodes make theirs findable later, when somebody may find them; how many
+blocks they hold follows from the tokens they have processed.
 
 At most one resident request is partly prefilled, and it is the last slot: a new request is
 admitted only after all earlier ones got what they need of the token budget.
@@ -243,6 +247,15 @@ def take_blocks(server, kv, request, count):
 
 
 @inner
+def take_counted(server, kv, count):
+    """Take ``count`` blocks for the decodes, in counted mode."""
+    if not server["caching"]:
+        server["free_blocks"] -= count
+    elif count > 0:
+        kvcache.take(server, kv, count)
+
+
+@inner
 def release_row(server, kv, row, request):
     """Give back all blocks of a request, last first, in explicit mode."""
     if server["caching"]:
@@ -267,6 +280,44 @@ def make_findable(server, kv, content, row, r, tokens):
 
 
 @inner
+def make_all_findable(server, slots, kv, content):
+    """Register the blocks that decodes fill in the iteration being formed, in counted mode.
+
+    Then the last extent of a request grows by itself, if that is possible (see kvcache.py).
+    """
+    server["next_fill"] = NO_TICK
+    for i in range(server["n_decodes"]):
+        r, row = slots[SLOT_REQUEST, i], slots[SLOT_ROW, i]
+        if kvcache.is_private(content, r) or kvcache.is_growing(kv, row):
+            continue
+        make_findable(server, kv, content, row, r, slots[SLOT_OFFSET, i] + server["reached"])
+        let_grow(server, slots, kv, content, i)
+
+
+@inner
+def let_grow(server, slots, kv, content, i):
+    """Let the last extent of decode ``i`` grow by itself, or note when it fills its next block."""
+    r, row, offset = slots[SLOT_REQUEST, i], slots[SLOT_ROW, i], slots[SLOT_OFFSET, i]
+    if not kvcache.is_private(content, r) and not kvcache.grow(kv, content, row, r, offset):
+        fills = kvcache.next_full(server, kv, row) - 1 - offset
+        server["next_fill"] = min(server["next_fill"], fills)
+
+
+@inner
+def stop_counting(server, slots, kv, requests):
+    """Bring the blocks of all decodes up to date, before the iteration being formed."""
+    server["reached"] = server["tick"]
+    for i in range(server["n_decodes"]):
+        request = requests[slots[SLOT_REQUEST, i]]
+        processed = slots[SLOT_OFFSET, i] + server["tick"]
+        request["blocks"] = decode_blocks(server, request["prompt"], processed)
+        slots[SLOT_EVENT, i] = server["tick"]
+        # A first output token is computed, but its block is made findable with the next one.
+        behind = 1 if processed == request["prompt"] + 1 else 0
+        kvcache.stop_growing(server, kv, slots[SLOT_ROW, i], behind)
+
+
+@inner
 def _keep_for_itself(server, kv, content, row, r, tokens):
     """Register the full blocks of a private request that is about to be preempted."""
     if server["caching"] and kvcache.is_private(content, r):
@@ -275,7 +326,7 @@ def _keep_for_itself(server, kv, content, row, r, tokens):
 
 @inner
 def next_block_event(server, request, offset, tick):
-    """Next tick, from ``tick`` on, at which a decode needs or fills a block, in explicit mode."""
+    """Next tick, from ``tick`` on, at which a decode needs or fills a block, if not counted."""
     size = server["block_size"]
     due = request["blocks"] * size - offset
     if not server["caching"] or due <= tick:
@@ -332,29 +383,32 @@ def become_decode(server, slots, phase, requests, i):
     server["next_finish"] = min(server["next_finish"], finish)
     server["n_decodes"] += 1
     server["context"] += request["processed"]
-    if server["explicit"]:
+    if server["counted"]:
+        phase[_phase_index(server, offset)] += 1
+        if request["processed"] == request["prompt"] + 1 and _is_fresh(server, request):
+            server["fresh"] += 1
+    else:
         event = next_block_event(server, request, offset, tick)
         if request["processed"] % server["block_size"] == 0:
             event = tick  # the first output token filled a block that is not findable yet
         slots[SLOT_EVENT, i] = event
         server["next_event"] = min(server["next_event"], event)
-    else:
-        phase[_phase_index(server, offset)] += 1
-        if request["processed"] == request["prompt"] + 1 and _is_fresh(server, request):
-            server["fresh"] += 1
 
 
 @inner
-def _leave_decodes(server, slots, phase, kv, requests, i):
+def _leave_decodes(server, slots, phase, kv, requests, i, ahead):
     """Release the blocks of decode slot ``i`` and stop counting it; return its processed tokens."""
     request = requests[slots[SLOT_REQUEST, i]]
     processed = slots[SLOT_OFFSET, i] + server["tick"]
     server["context"] -= processed
+    if server["counted"]:
+        phase[_phase_index(server, slots[SLOT_OFFSET, i])] -= 1
+        request["blocks"] = decode_blocks(server, request["prompt"], processed) + ahead
     if server["explicit"]:
         release_row(server, kv, slots[SLOT_ROW, i], request)
     else:
-        phase[_phase_index(server, slots[SLOT_OFFSET, i])] -= 1
-        server["free_blocks"] += decode_blocks(server, request["prompt"], processed)
+        server["free_blocks"] += request["blocks"]
+        request["blocks"] = 0
     return processed
 
 
@@ -404,15 +458,16 @@ def _preempt(server, slots, phase, kv, requests, content, i, served):
     if i < server["n_decodes"]:
         before = slots[SLOT_OFFSET, i] + server["tick"]
         just_joined = before == request["prompt"] + 1
+        ahead = 0
         if server["explicit"]:
             computed = before + 1 if served else before - just_joined
             _keep_for_itself(server, kv, content, slots[SLOT_ROW, i], r, computed)
-        elif served:
+        if served:
             held = decode_blocks(server, request["prompt"], before)
-            server["free_blocks"] += ceil_div(before + 1, server["block_size"]) - held
-        elif just_joined and _is_fresh(server, request):
+            ahead = ceil_div(before + 1, server["block_size"]) - held
+        elif server["counted"] and just_joined and _is_fresh(server, request):
             server["fresh"] -= 1
-        processed = _leave_decodes(server, slots, phase, kv, requests, i)
+        processed = _leave_decodes(server, slots, phase, kv, requests, i, ahead)
         server["n_decodes"] -= 1
         server["preempted_context"] += processed
         request["context"] = processed
@@ -458,7 +513,7 @@ def park(server, slots, requests, first):
         request = requests[slots[SLOT_REQUEST, i]]
         processed = slots[SLOT_OFFSET, i] + server["tick"]
         server["parked_context"] += processed
-        if processed == request["prompt"] + 1 and not server["explicit"]:
+        if processed == request["prompt"] + 1 and server["counted"]:
             server["fresh"] += _is_fresh(server, request)
 
 
@@ -466,7 +521,7 @@ def park(server, slots, requests, first):
 def unpark(server, slots, phase):
     """Shift the decodes that sat out the iteration that ends by one tick, so that none is lost."""
     for i in range(server["n_decodes"] - server["parked"], server["n_decodes"]):
-        if not server["explicit"]:
+        if server["counted"]:
             phase[_phase_index(server, slots[SLOT_OFFSET, i])] -= 1
             phase[_phase_index(server, slots[SLOT_OFFSET, i] - 1)] += 1
         slots[SLOT_OFFSET, i] -= 1
@@ -497,7 +552,7 @@ def retire_decodes(server, slots, phase, kv, requests, end, notices):
         finish = slots[SLOT_FINISH, i]
         if finish <= tick:
             r = slots[SLOT_REQUEST, i]
-            requests[r]["processed"] = _leave_decodes(server, slots, phase, kv, requests, i)
+            requests[r]["processed"] = _leave_decodes(server, slots, phase, kv, requests, i, 0)
             _settle(requests, r, end, notices)
         else:
             next_finish = min(next_finish, finish)
@@ -511,7 +566,7 @@ def retire_decodes(server, slots, phase, kv, requests, end, notices):
 
 
 @inner
-def advance_prefills(server, slots, phase, kv, requests, end, notices):
+def advance_prefills(server, slots, phase, kv, requests, content, end, notices):
     """Account for the prompt tokens of the last iteration; finished prompts become decodes."""
     kept = server["n_decodes"]
     for i in range(server["n_decodes"], server["n_slots"]):
@@ -542,5 +597,7 @@ def advance_prefills(server, slots, phase, kv, requests, end, notices):
             continue
         _move_slot(slots, i, kept)
         become_decode(server, slots, phase, requests, kept)
+        if server["caching"] and server["counted"]:
+            let_grow(server, slots, kv, content, kept)
         kept += 1
     server["n_slots"] = kept

@@ -229,6 +229,7 @@ def _start_server(fleet: Fleet, c: int, r: int, replica: Replica, engine: Engine
     server["watermark_blocks"] = int(replica.watermark * blocks)
     server["caching"] = is_caching(replica)
     server["explicit"] = is_explicit(replica)
+    server["counted"] = not is_explicit(replica) or replica.preallocate_tokens == 0
     server["extra_blocks"] = -(-replica.preallocate_tokens // replica.block_size)
     server["configured_speed"] = server["speed"] = replica.speed
     server["compat"] = engine.vidur_compat

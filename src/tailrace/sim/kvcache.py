@@ -19,6 +19,12 @@ What makes this exact:
 A request's row of ``held`` lists extents, not all of them: of an extent that was split since, it
 names the first part, and ``rest`` leads to the others. ``rest`` may be out of date where no request
 holds both parts; nothing follows it there.
+
+A decode fills a block every ``block_size`` iterations. If its last extent is the end of its chain
+and nobody else's, nothing is done for that: the extent *grows*, its true length follows from the
+server's tick, and it is written down when somebody comes upon the extent (:func:`longest_prefix`,
+:func:`register`) or its request gives it back. Somebody who comes upon it is the only one who could
+tell the difference.
 """
 
 from typing import NamedTuple
@@ -30,8 +36,9 @@ from tailrace.compiled import inner
 from tailrace.sim.chains import ENDLESS, private_chain
 from tailrace.view.selection import mix
 
-#: A row of KvCache.held: number of extents listed, blocks with content, then the extents.
-ROW_EXTENTS, ROW_NAMED, ROW_HEAD = 0, 1, 2
+#: A row of KvCache.held: number of extents listed, blocks with content, the extent that grows (0:
+#: none), tokens processed minus tick of its request, then the extents.
+ROW_EXTENTS, ROW_NAMED, ROW_GROWING, ROW_OFFSET, ROW_HEAD = 0, 1, 2, 3, 4
 NAMELESS = -1
 
 
@@ -87,12 +94,13 @@ def clear(server, kv):
 
 
 @inner
-def longest_prefix(kv, content, request, prompt, size, row):
+def longest_prefix(server, kv, content, request, prompt, row):
     """List the cached extents of a prompt in ``held[row]``; return blocks found, and free ones.
 
     At least one prompt token is left out: it has to be computed to produce an output token. An
     extent may be longer than what the prompt has of it.
     """
+    size = server["block_size"]
     limit = (prompt - 1) // size
     extents = kv.extents
     found = 0
@@ -103,6 +111,8 @@ def longest_prefix(kv, content, request, prompt, size, row):
         end = min(end, limit)
         e = kv.buckets[_slot_of(kv, chain)]
         while e != 0 and found < end and extents[e]["first"] <= found:
+            if extents[e]["grower"] != 0:
+                _write_down(server, kv, extents[e]["grower"] - 1, 0)
             kv.held[row, ROW_HEAD + listed] = e
             listed += 1
             before = found
@@ -121,6 +131,7 @@ def begin_row(kv, row):
     """Start the row of a request that has no cached blocks."""
     kv.held[row, ROW_EXTENTS] = 0
     kv.held[row, ROW_NAMED] = 0
+    kv.held[row, ROW_GROWING] = 0
 
 
 @inner
@@ -131,6 +142,8 @@ def reuse(server, kv, row, found):
     for k in range(listed):
         e = kv.held[row, ROW_HEAD + k]
         end = extents[kv.held[row, ROW_HEAD + k + 1]]["first"] if k + 1 < listed else found
+        if extents[e]["grower"] != 0:
+            _stop_by_other(server, kv, extents[e]["grower"] - 1)
         if extents[e]["first"] + extents[e]["count"] > end:
             _split(server, kv, e, end)
         if extents[e]["refs"] == 0:
@@ -160,6 +173,7 @@ def register(server, kv, content, row, request, end):
 @inner
 def release(server, kv, row, blocks):
     """Remove a request from its ``blocks`` blocks, the last one first; free ones are queued."""
+    stop_growing(server, kv, row, 0)
     nameless = blocks - kv.held[row, ROW_NAMED]
     if nameless > 0:
         server["free_blocks"] += nameless
@@ -197,6 +211,69 @@ def take(server, kv, count):
         _give_back(server, kv, e)
 
 
+# ---- growing extents ----------------------------------------------------------------------------
+
+
+@inner
+def is_growing(kv, row):
+    """Whether the blocks that a decode fills need no registering."""
+    return kv.held[row, ROW_GROWING] != 0
+
+
+@inner
+def grow(kv, content, row, request, offset):
+    """Let the last extent of a decode grow by itself, if it can; return whether it does.
+
+    ``offset``: tokens processed minus the server's tick.
+    """
+    e = _last_extent(kv, row)
+    extents = kv.extents
+    fact = content.facts[request]
+    if (
+        e == 0
+        or extents[e]["refs"] != 1
+        or extents[e]["after"] != 0
+        or not _is_single(kv, e)
+        or extents[e]["chain"]
+        != content.pieces[fact["piece_start"] + fact["piece_count"] - 1]["chain"]
+    ):
+        return False
+    extents[e]["grower"] = row + 1
+    kv.held[row, ROW_GROWING] = e
+    kv.held[row, ROW_OFFSET] = offset
+    return True
+
+
+@inner
+def stop_growing(server, kv, row, behind):
+    """Write down how long the extent of a row has grown, if any, and let it grow no more.
+
+    ``behind``: 1: without the token computed last.
+    """
+    e = kv.held[row, ROW_GROWING]
+    if e != 0:
+        _write_down(server, kv, row, behind)
+        kv.extents[e]["grower"] = 0
+        kv.held[row, ROW_GROWING] = 0
+
+
+@inner
+def _stop_by_other(server, kv, row):
+    """Let an extent grow no more because another request comes upon it."""
+    stop_growing(server, kv, row, 0)
+    server["next_fill"] = server["tick"]  # from now on its blocks are registered as they fill
+
+
+@inner
+def _write_down(server, kv, row, behind):
+    """Write down how long the extent of a row has grown."""
+    e = kv.held[row, ROW_GROWING]
+    tokens = kv.held[row, ROW_OFFSET] + server["reached"] - behind
+    named = max(tokens // server["block_size"], kv.held[row, ROW_NAMED])
+    kv.extents[e]["count"] = named - kv.extents[e]["first"]
+    kv.held[row, ROW_NAMED] = named
+
+
 # ---- content ------------------------------------------------------------------------------------
 
 
@@ -226,7 +303,11 @@ def _register_on(server, kv, row, chain, at, end):
         after = extents[before]["after"]
     else:
         after = kv.buckets[_slot_of(kv, chain)]
-    while after != 0 and extents[after]["first"] + extents[after]["count"] <= at:
+    while after != 0:
+        if extents[after]["grower"] != 0:
+            _stop_by_other(server, kv, extents[after]["grower"] - 1)
+        if extents[after]["first"] + extents[after]["count"] > at:
+            break
         before = after
         after = extents[before]["after"]
     if after == 0 or extents[after]["first"] > at:
@@ -461,6 +542,7 @@ def _new_extent(server, kv, chain, first, count):
     extent["older"] = 0
     extent["younger"] = 0
     extent["rest"] = 0
+    extent["grower"] = 0
     return e
 
 

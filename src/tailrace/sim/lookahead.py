@@ -80,6 +80,7 @@ def _copy(fleet, facts, c, r, oracle):
     # Blocks are counted; the router knows the configured speed, not a slow-down.
     server["caching"] = 0
     server["explicit"] = 0
+    server["counted"] = 1
     server["exact"] = 0
     server["fresh"] = 0
     server["oldest"] = server["newest"] = -1

@@ -70,8 +70,12 @@ def _form_batch(server, slots, phase, kv, requests, content, now):
 def _stretch(server):
     """Decode iterations until a request is done or, at worst, blocks run short."""
     steps = server["next_finish"] - server["tick"]
-    if server["explicit"]:
+    if not server["counted"]:
         return min(steps, max(server["next_event"] - server["tick"], 1))
+    if server["caching"]:
+        if server["queue_len"] > 0 and server["n_slots"] < server["batch_cap"]:
+            return 1  # a decode may fill a block that the next request needs, which then fits
+        steps = min(steps, max(server["next_fill"] - server["tick"], 1))
     # The blocks of the first iteration are allocated already; block_size more cost one per decode.
     # sarathi and vllm want one block left over, vllm_v1 can spare it.
     spare = server["free_blocks"] - 1
@@ -238,16 +242,21 @@ def _form_vllm_v1(server, slots, phase, kv, requests, content, now):
     """Form a vllm_v1 batch: running requests, then new ones unless a request was evicted."""
     preemptions = server["preemptions"]
     all_served = True
-    if server["explicit"]:
-        if server["n_decodes"] > 0 and server["tick"] >= server["next_event"]:
-            all_served = _grow_decodes(server, slots, phase, kv, requests, content)
-    else:
+    if server["counted"]:
         due = server["fresh"] + phase[server["tick"] % server["block_size"]]
         if due <= server["free_blocks"]:
-            server["free_blocks"] -= due
+            batching.take_counted(server, kv, due)
             server["fresh"] = 0
+            server["reached"] = server["tick"] + 1
+            # A look-ahead's ghost has the server's next_fill but no cache of its own.
+            if server["caching"] and server["tick"] >= server["next_fill"]:
+                batching.make_all_findable(server, slots, kv, content)
+        elif server["explicit"]:
+            all_served = _squeeze_cached(server, slots, phase, kv, requests, content)
         else:
             all_served = _squeeze_decodes(server, slots, phase, kv, requests, content)
+    elif server["n_decodes"] > 0 and server["tick"] >= server["next_event"]:
+        all_served = _grow_decodes(server, slots, phase, kv, requests, content)
     _decodes_take_part(server)
     budget = server["chunk_size"] - server["tokens"]
     if server["n_slots"] > server["n_decodes"] and all_served:
@@ -296,8 +305,19 @@ def _squeeze_decodes(server, slots, phase, kv, requests, content):
 
 
 @inner
+def _squeeze_cached(server, slots, phase, kv, requests, content):
+    """The same with prefix caching: decode by decode, with nothing left to do later."""
+    batching.stop_counting(server, slots, kv, requests)
+    all_served = _grow_decodes(server, slots, phase, kv, requests, content)
+    if all_served:
+        server["fresh"] = 0
+    server["next_fill"] = server["tick"] + 1
+    return all_served
+
+
+@inner
 def _grow_decodes(server, slots, phase, kv, requests, content):
-    """Serve the decodes that need or fill a block at this tick, in explicit mode.
+    """Serve the decodes that need or fill a block at this tick, block by block.
 
     False: one had to preempt itself, and those behind it are parked.
     """
@@ -393,7 +413,7 @@ def _reuse_prefix(server, kv, request, content, r, budget):
         kvcache.begin_row(kv, row)
         hits, idle = 0, 0
         if request["restarts"] > 0 or not kvcache.is_private(content, r):
-            hits, idle = kvcache.longest_prefix(kv, content, r, request["prompt"], size, row)
+            hits, idle = kvcache.longest_prefix(server, kv, content, r, request["prompt"], row)
     computed = hits * size
     chunk = min(request["prompt"] - computed, budget)
     need = ceil_div(computed + chunk, size) - hits

@@ -20,7 +20,7 @@ def step(server, slots, phase, kv, requests, content, cost, t, notices):
     if server["busy"]:
         if server["until"] > t:
             return NOTHING
-        _end_iteration(server, slots, phase, kv, requests, notices)
+        _end_iteration(server, slots, phase, kv, requests, content, notices)
         return ENDED
     if server["ready_at"] >= t:
         return NOTHING
@@ -30,7 +30,7 @@ def step(server, slots, phase, kv, requests, content, cost, t, notices):
 
 
 @inlined
-def _end_iteration(server, slots, phase, kv, requests, notices):
+def _end_iteration(server, slots, phase, kv, requests, content, notices):
     notices[0, 0] = 0
     notices[1, 0] = 0
     end = server["until"]
@@ -39,17 +39,18 @@ def _end_iteration(server, slots, phase, kv, requests, notices):
     server["busy"] = 0
     _count_iterations(server, steps, end - server["start"])
     if server["decoding"]:
-        if steps > 1 and not server["explicit"]:
+        if steps > 1 and server["counted"]:
             due = batching.blocks_due(server, phase, server["tick"] + 1, steps - 1)
-            server["free_blocks"] -= due
+            batching.take_counted(server, kv, due)
         server["context"] += (decodes - server["parked"]) * steps
         server["tick"] += steps
+        server["reached"] = server["tick"]
         if server["parked"] > 0:
             batching.unpark(server, slots, phase)
         if server["tick"] >= server["next_finish"]:
             batching.retire_decodes(server, slots, phase, kv, requests, end, notices)
     if server["n_slots"] > server["n_decodes"]:
-        batching.advance_prefills(server, slots, phase, kv, requests, end, notices)
+        batching.advance_prefills(server, slots, phase, kv, requests, content, end, notices)
     has_work = server["n_slots"] > 0 or server["queue_len"] > 0
     server["ready_at"] = end if has_work else np.inf
 
@@ -112,7 +113,7 @@ def set_speed(server, cost, factor, now):
 def blocks_held(server, phase, cost, now):
     """Blocks held by requests at ``now`` (s)."""
     free = server["free_blocks"]
-    if server["busy"] and server["steps"] > 1 and not server["explicit"]:
+    if server["busy"] and server["steps"] > 1 and server["counted"]:
         ended = schedulers.steps_ended(server, cost, now)
         free -= batching.blocks_due(server, phase, server["tick"] + 1, ended)
     return server["num_blocks"] - free
@@ -221,6 +222,8 @@ def empty(server, phase, kv):
     server["event_tail"] = -1
     server["next_finish"] = batching.NO_TICK
     server["next_event"] = batching.NO_TICK
+    server["next_fill"] = batching.NO_TICK
+    server["reached"] = server["tick"]
     server["fresh"] = 0
     server["free_blocks"] = server["num_blocks"]
     phase[:] = 0

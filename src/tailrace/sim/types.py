@@ -28,7 +28,8 @@ SERVER = np.dtype(
         ("max_batch_tokens", "i8"),
         ("watermark_blocks", "i8"),
         ("caching", "i8"),  # 1: block-level prefix cache
-        ("explicit", "i8"),  # 1: blocks are tracked per request; 0: counted (see batching.py)
+        ("explicit", "i8"),  # 1: each request has blocks of its own (see batching.py)
+        ("counted", "i8"),  # 1: the blocks that decodes take are counted by phase; 0: by request
         ("extra_blocks", "i8"),  # taken along with each new block (vllm_v1)
         ("configured_speed", "f8"),
         ("compat", "i8"),  # 1: with Vidur's defects
@@ -58,7 +59,9 @@ SERVER = np.dtype(
         ("tick", "i8"),  # decode iterations so far
         ("context", "i8"),  # K: tokens processed by the decodes
         ("next_finish", "i8"),  # tick at which the next decode is done
-        ("next_event", "i8"),  # explicit: tick at which a decode next needs or fills a block
+        ("next_event", "i8"),  # not counted: tick at which a decode next needs or fills a block
+        ("next_fill", "i8"),  # counted: tick at which a block must be made findable at once
+        ("reached", "i8"),  # with caching: tick up to which growing extents are computed
         ("fresh", "i8"),  # counted vllm_v1: extra blocks due at the next decode iteration
         ("free_blocks", "i8"),
         ("extents_fresh", "i8"),  # extents used so far; those beyond need no clearing
@@ -68,6 +71,7 @@ SERVER = np.dtype(
         ("newest", "i8"),
         ("event_head", "i8"),  # KV events on their way to the router, linked by KV_EVENT.next; -1
         ("event_tail", "i8"),
+        ("active_at", "i8"),  # requests received and finished when active_blocks was counted last
         # totals
         ("requests", "i8"),
         ("iterations", "i8"),
@@ -87,8 +91,8 @@ SERVER = np.dtype(
 SLOT_REQUEST, SLOT_FINISH, SLOT_OFFSET, SLOT_CHUNK, SLOT_EVENT, SLOT_ROW = 0, 1, 2, 3, 4, 5
 SLOT_ROWS = 6
 # REQUEST: row of the request. FINISH: tick at which it is done. OFFSET: tokens processed minus
-# tick, constant while it decodes. CHUNK: prompt tokens in the running iteration. EVENT:
-# explicit blocks, tick of its next block event. ROW: its row of Server.held.
+# tick, constant while it decodes. CHUNK: prompt tokens in the running iteration. EVENT: tick of its
+# next block event, unless blocks are counted. ROW: its row of Server.held.
 
 NOT_ARRIVED, WAITING, RUNNING, DONE, LOST = 0, 1, 2, 3, 4
 
@@ -105,7 +109,7 @@ REQUEST_STATE = np.dtype(
         ("prompt", "i4"),  # tokens to prefill; grows when it is preempted
         ("output", "i4"),  # tokens to decode, shrinks likewise
         ("processed", "i4"),  # valid outside the decode slots
-        ("blocks", "i4"),  # held, explicit blocks only
+        ("blocks", "i4"),  # held, explicit only; of counted decodes: when their prompt ended
         ("next", "i4"),  # in the waiting queue
         ("child", "i4"),  # the same, by priority: its first child in the heap
         ("older", "i4"),  # by priority: neighbours as sent among those without a first token
@@ -140,7 +144,7 @@ EXTENT = np.dtype(
         ("older", "i4"),  # twins: extents of the same content
         ("younger", "i4"),
         ("rest", "i4"),  # what was split off its end, for those who hold both
-        ("reserved", "i4"),
+        ("grower", "i4"),  # 1 + row of the request that makes it longer by decoding, 0: none
     ]
 )
 
@@ -299,7 +303,7 @@ class Fleet(NamedTuple):
     heap: NDArray[np.void]  #: [C, Q] HEAP_ENTRY
     extents: NDArray[np.void]  #: [C, N, B + 1] EXTENT
     buckets: NDArray[np.int32]  #: [C, N, H] first extent of a chain, 0: empty
-    held: NDArray[np.int32]  #: [C, N, S, L + 2] extents of a resident request, see kvcache.py
+    held: NDArray[np.int32]  #: [C, N, S, L + 4] extents of a resident request, see kvcache.py
     rows_free: NDArray[np.int64]  #: [C, N, S + 1] stack of unused rows of held; last = its size
     batches: NDArray[np.void]  #: [C, Z] BATCH, recorded iterations; Z = 0: do not record
     news: NDArray[np.void]  #: [C, Y] NEWS since the last decision; Y = 0: do not record

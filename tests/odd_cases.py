@@ -1,6 +1,7 @@
 """Small clusters and request tables full of ties, and how two runs of them are compared."""
 
 import numpy as np
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from tailrace.config import Cluster, Replica
@@ -69,3 +70,49 @@ def small_clusters(draw) -> Cluster:  # type: ignore[no-untyped-def]
         )
 
     return Cluster(replicas=tuple(replica() for _ in range(draw(st.integers(1, 3)))))
+
+
+@st.composite
+def branching_tables(draw, longest: int = 40, sessions: bool = False) -> RequestTable:  # type: ignore[no-untyped-def]
+    """Prompts that repeat, continue, cut short and branch off from earlier ones, and private ones.
+
+    Few segments and lengths, so that prompts meet again behind different content. ``sessions``:
+    some wait for an earlier request to end, and they have priorities.
+    """
+    count = draw(st.integers(2, 14))
+    lengths = st.integers(0, 9)
+    runs: list[list[tuple[int, int]]] = []
+    for _ in range(count):
+        before = draw(st.sampled_from(runs)) if runs else []
+        kept = list(before[: draw(st.integers(0, len(before)))])
+        if kept and draw(st.booleans()):
+            kept[-1] = (kept[-1][0], draw(lengths))
+        new = draw(st.lists(st.tuples(st.integers(1, 3), lengths), max_size=2))
+        prompt = [*kept, *new]
+        if prompt and sum(tokens for _, tokens in prompt) == 0:
+            prompt[-1] = (prompt[-1][0], 1)
+        runs.append(prompt)
+    prompts = np.array([sum(t for _, t in run) or draw(st.integers(1, 12)) for run in runs])
+    assume(prompts.max() <= longest)
+    outputs = draw(st.lists(st.integers(1, 12), min_size=count, max_size=count))
+    gaps = draw(st.lists(st.sampled_from([0.0, 0.01, 0.05, 3.0]), min_size=count, max_size=count))
+    columns = draw(turns(count)) if sessions else {}
+    return RequestTable.build(np.cumsum(gaps), prompts, np.array(outputs), runs, **columns)
+
+
+def blocks_needed(table: RequestTable, size: int) -> int:
+    tokens = table.rows["prompt_tokens"] + table.rows["output_tokens"]
+    return int(-(-tokens.max() // size))
+
+
+@st.composite
+def turns(draw, count: int):  # type: ignore[no-untyped-def]
+    """Columns of requests that follow earlier ones, or not, with priorities."""
+    same = {"min_size": count, "max_size": count}
+    follows = draw(st.lists(st.booleans(), **same))
+    parents = [draw(st.integers(0, i - 1)) if i and follows[i] else -1 for i in range(count)]
+    return {
+        "parent": np.array(parents),
+        "think_s": np.array(draw(st.lists(st.sampled_from([0.0, 0.02, 1.0]), **same))),
+        "priority": np.array(draw(st.lists(st.integers(-1, 1), **same))),
+    }

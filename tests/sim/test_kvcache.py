@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from odd_cases import blocks_needed, branching_tables
 from tailrace.config import Cluster, Engine, Replica, RouterSettings
 from tailrace.sim import kvcache
 from tailrace.sim.build import build_fleet, build_tables
@@ -20,37 +21,6 @@ EXACT = Engine(engine="compiled", exact=True)
 FAST = Engine(engine="compiled")
 REFERENCE = Engine(engine="reference")
 HARD = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@st.composite
-def branching_tables(draw, longest: int = 40) -> RequestTable:  # type: ignore[no-untyped-def]
-    """Prompts that repeat, continue, cut short and branch off from earlier ones, and private ones.
-
-    Few segments and lengths, so that prompts meet again behind different content.
-    """
-    count = draw(st.integers(2, 14))
-    lengths = st.integers(0, 9)
-    runs: list[list[tuple[int, int]]] = []
-    for _ in range(count):
-        before = draw(st.sampled_from(runs)) if runs else []
-        kept = list(before[: draw(st.integers(0, len(before)))])
-        if kept and draw(st.booleans()):
-            kept[-1] = (kept[-1][0], draw(lengths))
-        new = draw(st.lists(st.tuples(st.integers(1, 3), lengths), max_size=2))
-        prompt = [*kept, *new]
-        if prompt and sum(tokens for _, tokens in prompt) == 0:
-            prompt[-1] = (prompt[-1][0], 1)
-        runs.append(prompt)
-    prompts = np.array([sum(t for _, t in run) or draw(st.integers(1, 12)) for run in runs])
-    assume(prompts.max() <= longest)
-    outputs = draw(st.lists(st.integers(1, 12), min_size=count, max_size=count))
-    gaps = draw(st.lists(st.sampled_from([0.0, 0.01, 0.05, 3.0]), min_size=count, max_size=count))
-    return RequestTable.build(np.cumsum(gaps), prompts, np.array(outputs), runs)
-
-
-def blocks_needed(table: RequestTable, size: int) -> int:
-    tokens = table.rows["prompt_tokens"] + table.rows["output_tokens"]
-    return int(-(-tokens.max() // size))
 
 
 @HARD

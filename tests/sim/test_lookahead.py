@@ -115,14 +115,21 @@ def test_looking_ahead_beats_the_rules_on_its_own_cost(workload):
 
 
 @pytest.mark.compiled
-def test_predictions_beyond_the_memory_of_a_replica_do_not_hang_the_look_ahead():
-    """Such an answer could never end; it is taken to be as long as there is room for."""
+@pytest.mark.parametrize("ahead", [0, 40])
+def test_predictions_beyond_the_memory_of_a_replica_do_not_hang_the_look_ahead(ahead):
+    """Such an answer could never end; it is taken to be as long as there is room for.
+
+    Blocks that running requests have taken ahead (tokens) come back to the ghost as well.
+    """
     table = library.make("chat", 60, 20.0, seed=5)
     rows = table.rows.copy()
     rows["prompt_tokens"] = np.minimum(rows["prompt_tokens"], 600)
     rows["output_tokens"] = np.minimum(rows["output_tokens"], 60)
     short = RequestTable(rows, table.runs)
-    cluster = Cluster(replicas=(Replica(count=2, num_blocks=64, prefix_caching=False),))
+    replica = Replica(
+        count=2, num_blocks=64, prefix_caching=False, scheduler="vllm_v1", preallocate_tokens=ahead
+    )
+    cluster = Cluster(replicas=(replica,))
     router = RouterSettings(predictor="mean", prior_output_tokens=1e9)
     result = simulate(cluster, short, "lookahead", router=router, seed=1)
     assert np.isfinite(result.requests["finished_s"]).all()

@@ -16,6 +16,7 @@ from tailrace.policy.rules import CODE
 from tailrace.sim import batching
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
+    SLOT_CHUNK,
     SLOT_OFFSET,
     SLOT_REQUEST,
     SLOT_ROWS,
@@ -104,6 +105,8 @@ def _copy(fleet, facts, c, r, oracle):
         if i < decodes:
             request["processed"] = slots[SLOT_OFFSET, i] + server["tick"]
         _predict(fleet, c, oracle, facts, n, request)
+        if not fleet.servers[c, r]["counted"]:
+            server["free_blocks"] += _blocks_ahead(server, request, slots[SLOT_CHUNK, i])
         if i < decodes:
             batching.become_decode(server, slots, phase, ghosts, i)
         count += 1
@@ -132,14 +135,29 @@ def _copy(fleet, facts, c, r, oracle):
 
 
 @inner
+def _blocks_ahead(server, request, chunk):
+    """Blocks a request holds for tokens to come (preallocation), which a ghost does not count.
+
+    ``chunk``: its prompt tokens in the running iteration.
+    """
+    prompt, processed = request["prompt"], request["processed"]
+    if server["busy"] or processed <= prompt:
+        computed = processed + (chunk if processed <= prompt else 1)
+        counted = batching.ceil_div(computed, server["block_size"])
+    else:
+        counted = batching.decode_blocks(server, prompt, processed)
+    return max(request["blocks"] - counted, 0)
+
+
+@inner
 def _predict(fleet, c, oracle, facts, n, request):
-    """Replace a request's remaining output by what the router expects."""
+    """Replace a request's remaining output by what the router expects, at least one token."""
     answered = max(request["processed"], request["context"])
     generated = max(answered - facts[n]["prompt"], 0)
     left = _tokens_left(fleet, c, oracle, facts, n, generated)
-    if request["processed"] > request["prompt"]:
-        left += request["processed"] - request["prompt"]
-    request["output"] = _within_memory(fleet.ghost[c, 0], request["prompt"], left)
+    decoded = max(request["processed"] - request["prompt"], 0)
+    output = _within_memory(fleet.ghost[c, 0], request["prompt"], left + decoded)
+    request["output"] = max(output, decoded + 1)
 
 
 @inner

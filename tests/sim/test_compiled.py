@@ -179,6 +179,27 @@ def test_fast_forward_changes_times_by_less_than_a_nanosecond(scheduler, caching
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("scheduler", SCHEDULER_CODES)
+def test_an_iteration_keeps_its_speed_whatever_happens_during_it(scheduler):
+    """What comes within the same iteration as a change of speed cuts the stretch once more."""
+    count = np.ones(4, np.int64)
+    table = RequestTable.build(
+        np.array([0.01, 0.01, 0.02, 0.03]), count, np.array([1, 30, 1, 40]) * count
+    )
+    replica = Replica(count=2, scheduler=scheduler, prefix_caching=False)
+    events = (
+        Event(at_s=0.1, replica=1, kind="slow", factor=0.3),
+        Event(at_s=0.102, replica=1, kind="return"),
+    )
+    reference, exact, fast = (
+        simulate(Cluster(replicas=(replica,)), table, "round_robin", engine=engine, events=events)
+        for engine in (REFERENCE, EXACT, COMPILED)
+    )
+    assert_same(reference, exact)
+    assert_same(exact, fast, tolerance_s=1e-9)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("scheduler", SCHEDULER_CODES)
 def test_books_balance_at_every_decision(scheduler):
     table = library.make("sessions-hot", 250, 25.0, seed=6)
     blocks = longest(table) // 16 + 60

@@ -39,6 +39,7 @@ def form(server, slots, phase, kv, requests, content, cost, now):
         return False
     server["busy"] = 1
     server["start"] = now
+    server["pace"] = server["speed"]
     server["steps"] = 1
     decodes_only = server["decoding"] == 1 and server["batched"] == server["n_decodes"]
     # After an eviction vllm_v1 admits no request, but it may in the very next iteration.
@@ -86,7 +87,7 @@ def _stretch(server):
 @inner
 def stretch_end(server, cost, steps):
     """End, in s, of the first ``steps`` iterations of the current stretch."""
-    divisor = server["speed"]
+    divisor = server["pace"]
     if steps == 1:
         context = (server["context"] - server["parked_context"]) * server["decoding"]
         seconds = iteration_s(cost, server["tokens"], context, server["work"], divisor)

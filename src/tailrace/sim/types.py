@@ -38,6 +38,7 @@ SERVER = np.dtype(
         ("hidden", "i8"),  # 1: has no room for the request being routed, see router_queue.py
         # time
         ("speed", "f8"),
+        ("pace", "f8"),  # speed with which the running stretch began; it keeps it to its end
         ("busy", "i8"),  # 1: an iteration is running
         ("start", "f8"),  # when it began, s
         ("until", "f8"),  # when it (or the stretch) ends, s

@@ -40,7 +40,7 @@ class MachineCode(_codegen.JITCodeLibrary):  # type: ignore[misc]
         """Optimise the function with its parts, which no other library can call by name.
 
         LLVM then inlines every part that has a single call, and drops arguments that a part does
-        not use. An array is passed as up to ten numbers, the KV cache of a server as forty.
+        not use. An array is passed as seven numbers or more, the KV cache of a server as thirty.
         """
         for function in self._final_module.functions:
             if not function.is_declaration and function.linkage == _llvm.Linkage.linkonce_odr:

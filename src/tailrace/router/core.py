@@ -306,6 +306,7 @@ class RouterCore(ConfiguredRouter):
         if self.shared_store is not None:
             self.backends.cluster.count_members()
         self.decision_log.flush()
+        self.decision_log.keep_time(now)
         self._check_clients(now)
         if now >= self._certificates_at:
             self._certificates_at = now + CERTIFICATES_S

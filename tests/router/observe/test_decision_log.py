@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,26 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         found += [json.loads(line) for line in data.splitlines()]
     return [line for line in found if "id" in line]
+
+
+def test_times_follow_a_machine_whose_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reads the last minutes of a log goes by the machine's clock, not by its uptime."""
+    clock = Clock(50.0)
+    cluster = new_cluster(2, clock)
+    log = _log(tmp_path)
+    started = time.time()
+    for elapsed_s, set_by_s in ((10.0, 0.0), (20.0, 0.3), (30.0, 600.0), (40.0, 600.0)):
+        now = started + elapsed_s + set_by_s
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        clock.now = elapsed_s
+        log.keep_time(clock.now)
+        _play(log, cluster)
+    log.close()
+    arrived = [line["arrived"] - started for line in _lines(tmp_path)]
+    # A few tenths of a second would only put requests out of order.
+    assert arrived == pytest.approx([10.0, 20.0, 630.0, 640.0], abs=0.1)
 
 
 def test_a_line_says_all_there_is_to_know(tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ _MOST_PENDING = 64 << 20
 #: How often lines are written, in s.
 _WRITE_S = 0.2
 _RETRY_S = 5.0
+#: Difference at which times follow the machine's clock after it was set, s.
+_CLOCK_SET_S = 1.0
 _LONGEST_NAME = 128
 #: Attempts whose lines are made together.
 _BATCH = 32
@@ -164,6 +166,17 @@ class DecisionLog:
             self._folder = settings.folder
             self._thread = threading.Thread(target=self._run, name="decision-log", daemon=True)
             self._thread.start()
+
+    def keep_time(self, clock_now: float) -> None:
+        """Follow the machine's clock if it was set; called a few times per second.
+
+        ``clock_now``: the time of the cluster's clock at this moment, s. That clock measures
+        durations: it does not know of steps, and on many machines it stands still while they sleep.
+        """
+        offset_s = time.time() - clock_now
+        if abs(offset_s - self._offset_s) > _CLOCK_SET_S:
+            self.flush()  # those ended before
+            self._offset_s = offset_s
 
     def write(self, attempt: Attempt, outcome: str, backend: str = "") -> None:
         """Write an attempt that has been closed; ``backend``: the name of its replica."""

@@ -49,6 +49,8 @@ def test_a_log_becomes_a_paragraph_a_table_and_a_page(run, log):
 
 def test_a_trace_needs_servers(run_json, refuse, run, log):
     run("workload", "import", log, "-o", "t.parquet")
+    message = refuse("assess", "--log", "t.parquet", "--since", "24h", *FEW)
+    assert "--since needs the times of a decision log" in message
     message = refuse("assess", "--log", "t.parquet", *FEW)
     assert "describe them with --cluster" in message
     Path("c.toml").write_text("[[cluster.replicas]]\ncount = 2\n")
@@ -73,6 +75,11 @@ def test_a_trace_needs_servers(run_json, refuse, run, log):
         (("http://127.0.0.1:1", "--rate", "3"), "--rate is the pace of --send"),
         (("http://127.0.0.1:1", "--send", "chatt"), "did you mean chat"),
         (("--log", "x", "--send", "chat"), "--send needs the addresses"),
+        (("http://127.0.0.1:1", "--since", "24h"), "--since chooses from a decision log"),
+        (("--log", "x", "--since", "yesterday"), "--since must be a duration such as 24h"),
+        (("--log", "x", "--since", "-5h"), "--since must be a duration such as 24h"),
+        (("--log", "x", "--since", "0h"), "--since must be a duration such as 24h"),
+        (("--log", ".", "--since", "24h"), "a folder without a decision log"),
     ],
 )
 def test_mistakes(refuse, arguments, message):

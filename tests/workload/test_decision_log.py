@@ -170,7 +170,7 @@ def _line(**changes: Any) -> str:
         ([_line(blocks="???")], "column blocks"),
         ([_line(blocks="AAAA")], "column blocks"),
         ([_line(id=7)], "column id"),
-        ([_line(outcome="timeout")], "no answered requests"),
+        ([_line(outcome="timeout")], r"no answered requests \(1 without an answer\)"),
         (['{"tailrace":"decisions","format":99}', _line()], "format 99"),
     ],
 )

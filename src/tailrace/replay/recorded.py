@@ -98,6 +98,10 @@ def is_recorded(path: Path) -> bool:
     """Whether a file, or a folder, is a decision log or a recording of a server."""
     try:
         return server_recording.is_recording(path) or traces.detect(path) == "decisions"
+    except IsADirectoryError:
+        raise TailraceError(
+            f"{path} is a folder without a decision log (decisions-*.jsonl)"
+        ) from None
     except OSError as error:
         raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
 

@@ -118,7 +118,9 @@ def answered(path: Path, *, since: float = 0.0, most: int | None = None) -> Answ
         if most is not None and len(done) > 1.5 * most:
             done = {r.line.request: r for r in _by_arrival(done)[-most:]}
     if not done:
-        raise TailraceError(f"{path} has no answered requests" + " of that time" * (since > 0))
+        when = " of that time" * (since > 0)
+        failed = f" ({len(unanswered)} without an answer)" if unanswered else ""
+        raise TailraceError(f"{path} has no answered requests{when}{failed}")
     found = _by_arrival(done)
     missing = sum(request not in done for request in unanswered)
     return Answered(found if most is None else found[-most:], missing)

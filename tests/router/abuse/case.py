@@ -64,5 +64,7 @@ class Case:
     """Failures of innocent requests that the fault itself explains, see ``innocents.py``."""
     tolerated: bool = False
     """Whether the router may put up with the attack instead of ending it."""
+    most_s: float = 240.0
+    """Time after which it has failed, s."""
     ends: bool = False
     """Whether the router is stopped by the case."""

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,22 @@ class Stage(Cluster):
         """Start servers on ports of their own."""
         self._module(f"server{ports[0]}", "router.abuse.backend", *map(str, ports))
         until("the servers", lambda: bool(fetch(ports[-1], "/v1/models")), 20)
+
+    def start_emulator_with(self, *arguments: str) -> None:
+        """Start emulated servers on any free ports, and wait until they are there.
+
+        A router takes servers that it has not asked yet to be available.
+        """
+        process = self.run("emulator", "emulate", "--port", "0", "--json", *arguments)
+        said = self.folder / "emulator.log"
+
+        def announced() -> bool:
+            assert process.poll() is None, f"the emulator has ended: {said.read_text()}"
+            return "urls" in said.read_text()
+
+        until("the emulator", announced)
+        urls = json.loads(said.read_text().partition("\n")[0])["urls"]
+        self.ports = [int(url.rpartition(":")[2]) for url in urls]
 
     def _module(self, name: str, module: str, *arguments: str, **pipes: Any) -> Any:
         with (self.folder / f"{name}.log").open("ab") as log:
@@ -166,14 +182,15 @@ class Stage(Cluster):
 
         Without its autopilot, which comes and goes and has a limit of its own.
         """
-        own, shared = 0, 0
         pilot = self.autopilot()
         others = set(_tree(pilot)) if pilot is not None else set()
-        for pid in set(_tree(self.processes["router"].pid)) - others:
-            figures = _status(pid)
-            own += figures.get("RssAnon", 0)
-            shared = max(shared, figures.get("RssShmem", 0))
-        return (own + shared) / 1024
+        return _anonymous_mb(set(_tree(self.processes["router"].pid)) - others)
+
+    @property
+    def autopilot_mb(self) -> float:
+        """The same of the autopilot and what it has started; 0: it does not run."""
+        pilot = self.autopilot()
+        return 0.0 if pilot is None else _anonymous_mb(set(_tree(pilot)))
 
     def log_text(self) -> str:
         """What the router has logged."""
@@ -187,6 +204,16 @@ def _tree(pid: int) -> list[int]:
     except OSError:
         return []
     return [pid, *(p for child in below for p in _tree(int(child)))]
+
+
+def _anonymous_mb(pids: Iterable[int]) -> float:
+    """Memory of processes that is no file's: own, and shared by all once."""
+    own, shared = 0, 0
+    for pid in pids:
+        figures = _status(pid)
+        own += figures.get("RssAnon", 0)
+        shared = max(shared, figures.get("RssShmem", 0))
+    return (own + shared) / 1024
 
 
 def _status(pid: int) -> Mapping[str, int]:

@@ -143,6 +143,24 @@ def test_servers_are_fitted_to_the_latest_requests(
     assert len(Window.read(folder, 1.0, 10_000).latest.table) == 900
 
 
+def test_a_server_with_few_requests_is_fitted_to_older_ones_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow server gets few of them; it must not keep the others from being simulated."""
+    monkeypatch.setattr(twins, "FITTED_REQUESTS", 100)
+    window = Window.read(folder, 1.0, 10_000)
+    outcomes = window.recorded.outcomes
+    rare = np.flatnonzero(outcomes["replica"] == 2)
+    outcomes["replica"][rare[np.arange(len(rare)) % 2 == 0]] = 0
+    latest = window.latest
+    latest.table.validate()
+    assert np.bincount(latest.outcomes["replica"]).tolist() == [100, 100, 100]
+    for number in range(3):
+        own = outcomes[outcomes["replica"] == number][-100:]
+        kept = latest.outcomes[latest.outcomes["replica"] == number]
+        assert kept.tobytes() == own.tobytes()
+
+
 def test_what_requests_cost(folder: Path) -> None:
     served, window = ServedCosts.read(folder, 1.0), Window.read(folder, 1.0, 10_000)
     order = np.argsort(served.arrived_s)

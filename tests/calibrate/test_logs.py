@@ -67,5 +67,11 @@ def test_mistakes(tmp_path):
     log = logged(tmp_path, Replica(), 3, requests=30)
     with pytest.raises(TailraceError, match="only 30 answered requests"):
         calibrate_log(log, Replica())
+    few = logged(tmp_path / "few", Replica(), 3, requests=60)
+    few.outcomes["replica"][-5:] = 1
+    reported = []
+    with pytest.raises(TailraceError, match="replica 1 has only 5 answered requests"):
+        calibrate_log(few, Replica(), progress=reported.append)
+    assert not reported  # nothing was fitted in vain
     with pytest.raises(TailraceError, match="compiled engine"):
         calibrate_log(logged(tmp_path / "b", Replica(), 3, 60), Replica(scheduler="orca"))

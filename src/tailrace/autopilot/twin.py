@@ -71,20 +71,26 @@ class Window:
 
     @cached_property
     def latest(self) -> RecordedTraffic:
-        """The last requests, as many as a fit looks at; all if some replica has none of those.
+        """The last requests of each replica, as many as a fit looks at.
 
-        A fit takes the first ones of what it gets, and servers change.
+        A fit takes the first ones of what it gets, and servers change. A replica that gets few
+        requests keeps older ones. Replicas do not influence each other: what was sent where is
+        recorded.
         """
         recorded = self.recorded
-        first = max(0, len(recorded.table) - FITTED_REQUESTS * recorded.replicas)
-        outcomes = recorded.outcomes[first:]
-        if first == 0 or len(np.unique(outcomes["replica"])) < recorded.replicas:
+        kept = np.zeros(len(recorded.outcomes), np.bool_)
+        for number in range(recorded.replicas):
+            kept[np.flatnonzero(recorded.outcomes["replica"] == number)[-FITTED_REQUESTS:]] = True
+        if kept.all():
             return recorded
-        rows = recorded.table.rows[first:].copy()
+        rows = recorded.table.rows[kept].copy()
         rows["arrival_s"] -= rows["arrival_s"][0]
-        rows["think_s"] = np.where(rows["parent"] >= first, rows["think_s"], 0.0)
-        rows["parent"] = np.maximum(rows["parent"] - first, -1)
-        return replace(recorded, table=RequestTable(rows, recorded.table.runs), outcomes=outcomes)
+        parent = rows["parent"]
+        has_parent = (parent >= 0) & kept[parent]
+        rows["think_s"] = np.where(has_parent, rows["think_s"], 0.0)
+        rows["parent"] = np.where(has_parent, np.cumsum(kept)[parent] - 1, -1)
+        table = RequestTable(rows, recorded.table.runs)
+        return replace(recorded, table=table, outcomes=recorded.outcomes[kept])
 
     @property
     def arrived_s(self) -> Floats:

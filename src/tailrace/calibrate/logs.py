@@ -102,10 +102,8 @@ def calibrate_log(
             else f"the log has no request of replica {missing}"
         )
     groups = [numbers] if same else [[k] for k in numbers]
-    found, split = [], []
-    for done, group in enumerate(groups):
-        parts = [part_of(recorded, k, only) for k in group]
-        split.append(parts)
+    found, split = [], [[part_of(recorded, k, only) for k in group] for group in groups]
+    for group, parts in zip(groups, split, strict=True):  # before the first fit, which takes long
         if sum(int(np.isfinite(part.ttft_ms).sum()) for part in parts) < LEAST_REQUESTS and (
             only is not None or sum(len(part.table) for part in parts) < LEAST_REQUESTS
         ):
@@ -113,6 +111,7 @@ def calibrate_log(
                 f"replica {group[0]} has only {len(parts[0].table)} answered requests in the log; "
                 f"{LEAST_REQUESTS} are needed, or --same if all replicas are equal"
             )
+    for done, (group, parts) in enumerate(zip(groups, split, strict=True)):
         name = f"replica {group[0]}" if len(group) == 1 else f"replicas {group[0]} to {group[-1]}"
         found.append(_calibrated(name, parts, known, recorded.settings))
         report(int(100 * (done + 1) / len(groups)))

@@ -158,8 +158,8 @@ test-helm: $(STAMP) $(HELM)/.installed ## the Helm chart, rendered by a real hel
 test-store: $(STAMP) ## routers that share their state over a real Redis or Valkey (needs redis-server or valkey-server)
 	$(PYTEST) -m store tests/router
 
-test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take over on emulated servers (four minutes)
-	$(PYTEST) -m loop tests/test_loop.py
+test-loop: $(STAMP) ## record, calibrate, replay, fine-tune, prove, shadow, take over on emulated servers; the autopilot's own training (five minutes)
+	$(PYTEST) -m loop tests/test_loop.py tests/autopilot
 
 test-browser: $(STAMP) ## the report and the status page in headless Chromium: desktop and phone, light and dark
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
+from autopilot.conftest import CLUSTER
 from flights import Router, flown
+from tailrace.assess.assessment import ServerModel
 from tailrace.autopilot import fine_tuning
 from tailrace.autopilot.controller import SimulatedCost
 from tailrace.autopilot.fine_tuning import MOST_KEPT, FineTuning
 from tailrace.autopilot.pilot import Pilot
-from tailrace.autopilot.twin import Twin, with_order
+from tailrace.autopilot.twin import Twin, Window, with_order
 
 pytestmark = [pytest.mark.compiled, pytest.mark.usefixtures("known")]
 
@@ -29,8 +31,20 @@ run.mkdir()
 """
 
 
-def wait_for(tuning: FineTuning) -> str | None:
-    end = time.monotonic() + 60
+#: A training that takes seconds.
+SHORT = {
+    "updates": 1,
+    "branching": {
+        "worlds": 2, "states": 4, "gap": 8, "warmup": 30, "max_horizon_s": 2.0,
+        "min_horizon_s": 0.5, "epochs": 1, "minibatch": 16,
+    },
+    "evaluation": {"worlds": 1, "requests": 120, "baselines": ["least_outstanding"]},
+    "stopping": {"collapse_share": 1.0},
+}  # fmt: skip
+
+
+def wait_for(tuning: FineTuning, limit_s: float = 60) -> str | None:
+    end = time.monotonic() + limit_s
     while (made := tuning.collect(set())) is None and time.monotonic() < end:
         time.sleep(0.02)
     return made
@@ -95,6 +109,32 @@ def test_a_fine_tuned_policy_joins_the_portfolio(
     assert len(told["scenario"]["cluster"]["replicas"]) == 3
     assert told["scenario"]["workload"]["rate"] == pytest.approx(14.0, rel=0.2)
     assert not (tmp_path / "autopilot" / "run").exists()
+
+
+@pytest.mark.loop  # at the lowest priority: on a busy machine it takes minutes
+@pytest.mark.skipif(not fine_tuning.is_possible(), reason="training needs PyTorch")
+def test_a_real_training_makes_a_policy_that_is_simulated(folder: Path, tmp_path: Path) -> None:
+    window, twin = Window.read(folder, 1.0, 10_000), Twin(ServerModel(CLUSTER))
+    tuning = FineTuning(tmp_path / "autopilot", 300, SHORT)
+    tuning.begin(twin, window, "tailrace", time.time())
+    made = wait_for(tuning, 900)
+    assert made, "the training has made nothing"
+    assert tuning.policies() == [made]
+    costs = {p.policy: p.cost_s for p in twin.prospects(window, [made, "tailrace", "round_robin"])}
+    assert costs[made] < costs["round_robin"]
+
+
+def test_it_trains_while_a_candidate_is_tried(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial takes hours, and there may always be one."""
+    monkeypatch.setattr(fine_tuning, "is_possible", lambda: True)
+    monkeypatch.setattr(fine_tuning, "COMMAND", (sys.executable, "-c", TRAINER))
+    pilot = pilot_of(folder, tmp_path, least_gain=0.01)
+    begun(pilot, monkeypatch, 0.3)
+    assert pilot.state.stage == "shadow"
+    assert pilot._tuning.is_running
+    assert wait_for(pilot._tuning)
 
 
 def test_a_training_that_makes_nothing_and_old_policies(tmp_path: Path) -> None:

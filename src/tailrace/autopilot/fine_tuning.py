@@ -37,9 +37,12 @@ def is_possible() -> bool:
 class FineTuning:
     """The trainings of an autopilot, one at a time, and the policies that came of them."""
 
-    def __init__(self, folder: Path, cpu_s: int) -> None:
-        """``folder``: of its files. ``cpu_s``: CPU time of a training, s; then it is ended."""
-        self._folder, self._cpu_s = folder, cpu_s
+    def __init__(self, folder: Path, cpu_s: int, settings: dict[str, Any] | None = None) -> None:
+        """``folder``: of its files. ``cpu_s``: CPU time of a training, s; then it is ended.
+
+        ``settings``: of the training, put over the preset's.
+        """
+        self._folder, self._cpu_s, self._settings = folder, cpu_s, settings or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._name = ""
 
@@ -66,6 +69,7 @@ class FineTuning:
             "folder": str(self._folder / _RUN),
             "start": start,
             "cpu_s": self._cpu_s,
+            "settings": self._settings,
             "scenario": {
                 "name": "live",
                 "cluster": twin.model.cluster.model_dump(mode="json"),
@@ -124,7 +128,8 @@ def train(told: dict[str, Any]) -> None:
     from tailrace.learn.trainer import Trainer
 
     preset = settings.read(PRESET)
-    over = {"start": told["start"], "scenarios": [told["scenario"]], "randomise": None}
+    own = {"start": told["start"], "scenarios": [told["scenario"]], "randomise": None}
+    over = told["settings"] | own
     Trainer(Path(told["folder"]), settings.build(preset, over), 1).run()
 
 

@@ -142,9 +142,9 @@ class Pilot:
             _log.info("autopilot: %s", what)
             return
         due = (state.rests or {}).get(FINE_TUNING, 0.0) <= now and not self._tuning.is_running
-        idle = state.stage == "watching" and abs(found.twin_error) <= settings.max_error
+        trusted = abs(found.twin_error) <= settings.max_error
         wanted = settings.finetune_s > 0 and not settings.policies
-        if not (wanted and due and idle and found.prospects):
+        if not (wanted and due and trusted and found.prospects):
             return
         self.state = state = state.rested(FINE_TUNING, now + settings.rest_s)
         best = found.prospects[0].policy

@@ -19,6 +19,7 @@ import numpy as np
 from autopilot_world import Twin, play_turns, requests, scenario
 from tailrace.autopilot.blocks import cycles_of
 from tailrace.autopilot.sequential import log_e_values, mean_effect
+from tailrace.config import Scenario
 from tailrace.evaluate.measure.metrics import composite_cost_s
 from tailrace.evaluate.measure.runner import play, policy_for
 from tailrace.files import dumps, write_text
@@ -46,10 +47,13 @@ CASES = {
 TRUE_RUNS = 5
 
 
-def one_run(case: str, seed: int) -> dict[str, Any]:
-    """Two hours in which a candidate has its turns; when the test decides, in s, if it does."""
+def one_run(case: str, seed: int, base: Scenario | None = None) -> dict[str, Any]:
+    """Two hours in which a candidate has its turns; when the test decides, in s, if it does.
+
+    ``base``: in another world than that of the case's workload.
+    """
     workload, present, candidate = CASES[case]
-    base = scenario(workload, HOURS)
+    base = base or scenario(workload, HOURS)
     table = requests(base, seed)
     turns = Turns(seed, BLOCK_S, BLOCKS)
 
@@ -148,7 +152,8 @@ def _minutes(seconds: list[float]) -> float | None:
     return float(np.median(seconds)) / 60 if seconds else None
 
 
-def _read() -> dict[str, Any]:
+def read_results() -> dict[str, Any]:
+    """Return the figures so far."""
     if not RESULTS.exists():
         return {}
     found: dict[str, Any] = json.loads(RESULTS.read_text())
@@ -158,7 +163,7 @@ def _read() -> dict[str, Any]:
 def save_part(part: dict[str, Any]) -> None:
     """Put a part of the figures into the file of results."""
     machine = {"machine": platform.machine(), "python": platform.python_version()}
-    write_text(RESULTS, dumps(_read() | part | {"made_on": machine}) + "\n")
+    write_text(RESULTS, dumps(read_results() | part | {"made_on": machine}) + "\n")
 
 
 def main() -> None:
@@ -171,7 +176,7 @@ def main() -> None:
     given = parser.parse_args()
     runs = {"equal": given.equal, "better": given.other, "worse": given.other}
     purpose = Purpose.TUNING if given.tuning else Purpose.EVALUATION
-    found = errors(runs, {} if given.tuning else _read().get("errors", {}), purpose)
+    found = errors(runs, {} if given.tuning else read_results().get("errors", {}), purpose)
     summary = {
         case: entry["summary"] | {"true": entry["true_effect"]} for case, entry in found.items()
     }

@@ -2,19 +2,23 @@
 
 Phases of three hours at 20 requests/s on the same four servers of mixed speed: chat, agents,
 documents, agents with a server that has become slow, agents with smaller KV caches. The controller,
-its test and its turns are those of the product, on a virtual clock; a round every ten minutes looks
-at the last half hour. The simulator's view of each server is off by 10 % (standard deviation).
-Every phase begins with empty servers. Beside it: the best policy of each phase, known beforehand,
-and the best fixed policy. Evaluation seeds.
+its test and its turns are those of the product, on a virtual clock; a round every five minutes, the
+product's default, looks at the last half hour. The simulator's view of each server is off by 10 %
+(standard deviation). Every phase begins with empty servers. Beside it: the best policy of each
+phase, known beforehand, and the best fixed policy. Evaluation seeds.
+
+``tailrace`` is the best policy of every phase. So there are portfolios without it
+(``autopilot.policies``), of which the best policy differs by phase.
 """
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopilot import BLOCK_S, BLOCKS, TWIN_ERROR, WASHOUT_S, save_part
+from autopilot import BLOCK_S, BLOCKS, TWIN_ERROR, WASHOUT_S, read_results, save_part
 from autopilot_world import FASTER, SPEEDS, STRIDE, Twin, cluster, requests, scenario
 from tailrace.autopilot.blocks import cycles_of
 from tailrace.autopilot.controller import Findings, SimulatedCost, step
@@ -32,19 +36,23 @@ from tailrace.sim.simulator import Simulation
 Floats = NDArray[np.float64]
 
 HOURS = 3.0
-ROUND_S, WINDOW_S = 600.0, 1800.0
+ROUND_S, WINDOW_S = 300.0, 1800.0
 POLICIES = (
     "tailrace", "least_predicted_ttft", "lmetric", "load_aware", "sticky_session",
     "sglang_cache_aware", "llm_d",
 )  # fmt: skip
-#: Policies of the settings with which a flight begins: the default, and common rules.
-STARTS = ("tailrace", "lmetric", "load_aware")
+#: Policies that may be put in charge, and those of the settings with which a flight begins.
+PORTFOLIOS = {
+    "all": (POLICIES, ("tailrace", "lmetric", "load_aware")),
+    "rules": (POLICIES[1:], ("least_predicted_ttft", "lmetric", "load_aware")),
+    "two rules": (("lmetric", "sticky_session"), ("lmetric",)),
+}
 #: Documents are shortened to this share, for which the servers are fast enough.
 DOCUMENTS = 0.15
 SLOWED = 0.5
 SMALL_BLOCKS = 8000
 SETTINGS = AutopilotSettings(
-    mode="act", policies=POLICIES, every_s=ROUND_S, window_s=WINDOW_S, block_s=BLOCK_S,
+    mode="act", every_s=ROUND_S, window_s=WINDOW_S, block_s=BLOCK_S,
     share=1 / BLOCKS, washout_s=WASHOUT_S,
 )  # fmt: skip
 
@@ -73,19 +81,20 @@ def phases() -> dict[str, Scenario]:
 
 
 def fly(
-    base: Scenario, state: PilotState, start: str, begin_s: float, seed: int
-) -> tuple[float, PilotState]:
+    base: Scenario, portfolio: Sequence[str], state: PilotState, start: str, begin_s: float,
+    seed: int,
+) -> tuple[float, PilotState]:  # fmt: skip
     """One phase that begins at ``begin_s``; returns its mean cost, and the state at its end."""
     table = requests(base, seed)
     simulation = Simulation(base.cluster, table, router=base.router, engine=base.engine, seed=seed)
     twin = Twin.of(base, TWIN_ERROR, generator(seed, "twin"))
-    policies = {name: policy_for(base, name) for name in POLICIES}
+    policies = {name: policy_for(base, name) for name in portfolio}
     look_at = begin_s + ROUND_S
     over = False
     while not over:
         now = begin_s + simulation.now
         if now >= look_at:
-            state = look(simulation.result(), twin, state, start, begin_s, now)
+            state = look(simulation.result(), twin, portfolio, state, start, begin_s, now)
             look_at += ROUND_S
         name = state.present or start
         if state.stage in ("canary", "guard"):
@@ -98,15 +107,16 @@ def fly(
 
 
 def look(
-    result: SimResult, twin: Twin, state: PilotState, start: str, begin_s: float, now: float
-) -> PilotState:
+    result: SimResult, twin: Twin, portfolio: Sequence[str], state: PilotState, start: str,
+    begin_s: float, now: float,
+) -> PilotState:  # fmt: skip
     """A round on the requests of the window that have ended."""
     done = result.requests
     arrived_s = begin_s + done["arrived_s"]
     recent = (done["status"] != PENDING) & (arrived_s >= now - WINDOW_S) & (arrived_s < now)
     cost_s = composite_cost_s(result)[recent]
     present = state.present or start
-    simulated = {name: twin.costs(result, name, recent) for name in POLICIES}
+    simulated = {name: twin.costs(result, name, recent) for name in portfolio}
     if state.stage in ("canary", "guard"):
         turns = state.turns(SETTINGS.share, SETTINGS.block_s)
         found = cycles_of(
@@ -129,53 +139,67 @@ def over_all(regrets: dict[str, float]) -> float:
     return float(np.expm1(np.mean(np.log1p(list(regrets.values())))))
 
 
+def flown(
+    portfolio: Sequence[str], starts: Sequence[str], fixed: dict[str, dict[str, float]], seed: int
+) -> dict[str, Any]:
+    """Fly through all phases with a portfolio, once from each policy of the settings."""
+    costs = {name: {p: found[p] for p in portfolio} for name, found in fixed.items()}
+    best = {name: min(found, key=found.__getitem__) for name, found in costs.items()}
+    flights: dict[str, Any] = {}
+    for start in starts:
+        state, begin_s = PilotState(), 0.0
+        regrets: dict[str, float] = {}
+        steps: dict[float, str] = {}
+        for name, base in phases().items():
+            cost_s, state = fly(base, portfolio, state, start, begin_s, seed)
+            regrets[name] = cost_s / costs[name][best[name]] - 1
+            steps |= {s.at: s.what for s in state.steps if not s.about}
+            begin_s += 3600 * HOURS
+        flights[start] = {
+            "more_than_the_best_of_each_phase": regrets,
+            "more_over_all_phases": over_all(regrets),
+            "steps": [[at / 3600, what] for at, what in sorted(steps.items())],
+        }
+    fixed_regrets = {
+        policy: {name: found[policy] / found[best[name]] - 1 for name, found in costs.items()}
+        for policy in portfolio
+    }
+    overall = {policy: over_all(regrets) for policy, regrets in fixed_regrets.items()}
+    return {
+        "best_of_each_phase": best,
+        "best_fixed": min(overall, key=overall.__getitem__),
+        "fixed_more_than_the_best_of_each_phase": fixed_regrets,
+        "fixed_more_over_all_phases": overall,
+        "started_with": flights,
+    }
+
+
 def main() -> None:
     """Fly through all phases, and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--tuning", action="store_true", help="on a tuning seed; nothing is kept")
+    parser.add_argument("--portfolio", choices=list(PORTFOLIOS), action="append")
     given = parser.parse_args()
     purpose = Purpose.TUNING if given.tuning else Purpose.EVALUATION
     seed = seeds(purpose, 1, 710_000)[0]
-    worlds = phases()
+    names = given.portfolio or list(PORTFOLIOS)
+    tried = [p for p in POLICIES if any(p in PORTFOLIOS[name][0] for name in names)]
     fixed: dict[str, dict[str, float]] = {}
-    for name, base in worlds.items():
+    for name, base in phases().items():
         table = requests(base, seed)
         fixed[name] = {
             policy: float(
                 composite_cost_s(play(base, table, policy_for(base, policy), seed)).mean()
             )
-            for policy in POLICIES
+            for policy in tried
         }
-    best_fixed = min(
-        POLICIES, key=lambda p: np.mean([np.log(costs[p]) for costs in fixed.values()])
-    )
-    flights: dict[str, Any] = {}
-    for start in STARTS:
-        state, begin_s = PilotState(), 0.0
-        regrets: dict[str, float] = {}
-        for name, base in worlds.items():
-            cost_s, state = fly(base, state, start, begin_s, seed)
-            regrets[name] = cost_s / min(fixed[name].values()) - 1
-            begin_s += 3600 * HOURS
-        flights[start] = {
-            "more_than_the_best_of_each_phase": regrets,
-            "more_over_all_phases": over_all(regrets),
-            "steps": [[s.at / 3600, s.what] for s in state.steps if not s.about],
-        }
-    fixed_regrets = {
-        policy: {name: costs[policy] / min(costs.values()) - 1 for name, costs in fixed.items()}
-        for policy in POLICIES
-    }
-    found = {
-        "fixed": fixed,
-        "best_fixed": best_fixed,
-        "fixed_more_than_the_best_of_each_phase": fixed_regrets,
-        "fixed_more_over_all_phases": {p: over_all(r) for p, r in fixed_regrets.items()},
-        "started_with": flights,
-    }
-    if not given.tuning:
-        save_part({"drift": found})
+    # Portfolios that are left out stay as they are.
+    found: dict[str, Any] = {} if given.tuning else read_results().get("drift_portfolios", {})
+    for name in names:
+        found[name] = {"fixed": fixed, **flown(*PORTFOLIOS[name], fixed, seed)}
+        if not given.tuning:
+            save_part({"drift_portfolios": found})
     print(dumps(found) if given.json else found)
 
 

@@ -89,49 +89,6 @@ def test_it_hands_back_when_the_new_policy_becomes_worse() -> None:
     assert step(state, found(NOW + 9300), ACT).stage == "watching"
 
 
-CHANGED = [SimulatedCost("load_aware", 0.9), SimulatedCost("tailrace", 1.1)]
-
-
-@pytest.mark.parametrize("stage", ["guard", "watching"])
-def test_the_settings_policy_is_back_at_once_when_the_traffic_has_changed(stage: str) -> None:
-    """It needs no proof, and none could come soon enough."""
-    state = step(in_canary(-0.1), found(NOW + 6000), ACT)
-    assert (state.stage, state.present) == ("guard", "tailrace")
-    if stage == "watching":
-        state = step(state, found(NOW + 6000 + ACT.guard_s + 1), ACT)
-    assert state.stage == stage
-    later = NOW + 30_000
-    close = [SimulatedCost("load_aware", 1.0), SimulatedCost("tailrace", 1.05)]
-    assert step(state, found(later, prospects=close), ACT).present == "tailrace"
-    assert step(state, found(later, prospects=CHANGED, twin_error=0.4), ACT).present == "tailrace"
-    back = step(state, found(later, prospects=CHANGED), ACT)
-    assert (back.stage, back.present, routing(back, later, ACT)) == ("watching", "", {})
-    assert "load_aware is 18% cheaper" in back.steps[-1].what
-    # It may be tried again when it is simulated to be better, but not at once.
-    assert step(back, found(later + 300), ACT).stage == "watching"
-    assert step(back, found(later + 1801), ACT).stage == "shadow"
-
-
-def test_a_third_policy_that_is_much_better_ends_the_guard() -> None:
-    state = step(in_canary(-0.1), found(NOW + 6000), ACT)
-    third = [SimulatedCost("random", 0.8), SimulatedCost("tailrace", 0.9)]
-    third += [SimulatedCost("load_aware", 1.0)]
-    after = step(state, found(NOW + 6300, prospects=third), ACT)
-    assert (after.stage, after.present, after.candidate) == ("shadow", "tailrace", "random")
-    close = [replace(third[0], cost_s=0.85), *third[1:]]
-    assert step(state, found(NOW + 6300, prospects=close), ACT).stage == "guard"
-    assert step(state, found(NOW + 6300, prospects=third, twin_error=0.4), ACT).stage == "guard"
-
-
-def test_a_candidate_that_is_no_longer_better_in_simulation_ends_its_turns() -> None:
-    state = in_canary(-0.02, 3)
-    assert step(state, found(NOW + 500), ACT).stage == "canary"
-    assert step(state, found(NOW + 500, prospects=CHANGED, twin_error=0.4), ACT).stage == "canary"
-    after = step(state, found(NOW + 500, prospects=CHANGED), ACT)
-    assert (after.stage, after.present) == ("watching", "")
-    assert "no longer better, as simulated" in after.steps[-1].what
-
-
 def test_suggest_changes_nothing() -> None:
     state = step(PilotState(), found(), SUGGEST)
     assert (state.stage, routing(state, NOW, SUGGEST)) == ("watching", {})

@@ -4,12 +4,10 @@
     canary --the test says better--> guard, with the candidate in charge
     canary --worse, undecided, or no longer better in simulation--> watching
     guard --the former policy is better by now--> watching, with the former policy in charge
-    guard --time is over, or a third policy is much better in simulation--> watching
-    any --the settings' policy is much better in simulation--> watching, with that one in charge
+    guard --time is over--> watching
 
-Only the sequential test on live requests puts a policy in charge in place of the settings' one. The
-simulator chooses whom to try, and lowers the noise of the test. The settings' policy needs no proof
-to be in charge again: traffic that changes at once would be served badly until there is one.
+Only the sequential test on live requests puts a policy in charge. The simulator chooses whom to
+try, and lowers the noise of the test.
 """
 
 from collections.abc import Sequence
@@ -24,9 +22,6 @@ from tailrace.router.settings import AutopilotSettings
 MEAN_CYCLES_TO_FALSE_RETURN = 1000.0
 #: Fewest decisions of a shadow.
 LEAST_SHADOWED = 100
-#: A share by which a policy is simulated to be cheaper after the traffic has changed, more than the
-#: simulator errs in comparing policies: the settings' policy is in charge again, a guard ends.
-MUCH_CHEAPER = 0.1
 #: A candidate that the simulator takes back may be tried again after this, s.
 SHORT_REST_S = 1800.0
 
@@ -75,15 +70,6 @@ def step(state: PilotState, found: Findings, settings: AutopilotSettings) -> Pil
     if not acts and (state.stage != "watching" or state.present):
         state = replace(state, present="", candidate="")
         return state.enter("watching", now, "stopped: it may only suggest")
-    cheaper = gain(found, state.present, found.settings_policy) if state.present else None
-    if cheaper is not None and cheaper >= MUCH_CHEAPER and _is_trusted(found, settings):
-        back = replace(state, present="", candidate="").enter(
-            "watching", now,
-            f"{found.settings_policy} is {cheaper:.0%} cheaper than {state.present} by now, as "
-            "simulated: it is in charge again",
-            simulated_gain=cheaper, twin_error=found.twin_error,
-        )  # fmt: skip
-        return back.rested(state.present, now + min(settings.rest_s, SHORT_REST_S))
     if state.stage == "watching":
         return _watch(state, found, settings)
     if state.stage == "shadow":
@@ -116,22 +102,16 @@ def gain(found: Findings, present: str, policy: str) -> float | None:
     return 1 - costs[policy] / costs[present]
 
 
-def _best_other(state: PilotState, found: Findings, but: set[str]) -> SimulatedCost | None:
-    """Return the cheapest policy in simulation that may be tried now."""
-    rests = state.rests or {}
-    able = [
-        p for p in found.prospects
-        if p.policy not in but | found.vetoed and rests.get(p.policy, 0.0) <= found.now
-    ]  # fmt: skip
-    return min(able, key=lambda p: p.cost_s, default=None)
-
-
 def _watch(state: PilotState, found: Findings, settings: AutopilotSettings) -> PilotState:
     if not _is_trusted(found, settings):
         return _distrusted(state, found, settings)
-    now = found.now
+    now, rests = found.now, state.rests or {}
     present = state.present or found.settings_policy
-    best = _best_other(state, found, {present})
+    able = [
+        p for p in found.prospects
+        if p.policy != present and p.policy not in found.vetoed and rests.get(p.policy, 0.0) <= now
+    ]  # fmt: skip
+    best = min(able, key=lambda p: p.cost_s, default=None)
     better = None if best is None else gain(found, present, best.policy)
     if present not in [p.policy for p in found.prospects]:
         return state.noted(now, f"waiting: {present} cannot be simulated", "waiting")
@@ -186,13 +166,6 @@ def _judge(state: PilotState, found: Findings, settings: AutopilotSettings) -> P
         return _dismiss(state, found, settings, "neither better nor worse", **figures)
     if not _is_trusted(found, settings):
         return _distrusted(state, found, settings)
-    still = gain(found, state.present or found.settings_policy, policy)
-    if still is not None and still <= -settings.least_gain:
-        rest_s = min(settings.rest_s, SHORT_REST_S)
-        return _dismiss(
-            state, found, settings, "no longer better, as simulated", rest_s=rest_s,
-            simulated_gain=still, **figures,
-        )  # fmt: skip
     return state.noted(now, f"{policy} has turns", "turns", **figures)
 
 
@@ -210,14 +183,6 @@ def _guard(state: PilotState, found: Findings, settings: AutopilotSettings) -> P
         return replace(state, candidate="").enter(
             "watching", now, f"{state.present} has stayed better than {former}", **figures
         )
-    third = _best_other(state, found, {state.present, former})
-    cheaper = None if third is None else gain(found, state.present, third.policy)
-    if third and cheaper and cheaper >= MUCH_CHEAPER and _is_trusted(found, settings):
-        what = f"{third.policy} is {cheaper:.0%} cheaper than {state.present} by now, as simulated"
-        ended = replace(state, candidate="").enter(
-            "watching", now, f"{what}: {former} has no turns any more", **figures
-        )
-        return _watch(ended, found, settings)
     what = f"{state.present} is in charge, {former} has turns"
     return state.noted(now, what, "turns", **figures)
 

@@ -85,17 +85,21 @@ def why_not(command: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a reader of the pages has by then."""
     place = tmp_path_factory.mktemp("reader")
-    shutil.copytree(ROOT / "examples", place / "examples")
+    for name in ("examples", "benchmarks"):
+        shutil.copytree(ROOT / name, place / name)
     (place / "my_rule.py").write_text('def scores(view):\n    return view.replicas["queued"]\n')
     for name in ("mine", "mine-busy", "my_scenario", "past", "recent"):
         (place / f"{name}.toml").write_text(MINE)
-    for name in ("mine", "clone", "runs/quick-0/best", "runs/mine/best", "runs/general/best"):
+    runs = [f"runs/{name}/best" for name in ("quick-0", "mine", "general", "polish", "wide-0")]
+    for name in ("mine", "clone", *runs):
         target = place / f"{name}.tailrace"
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(SHIPPED, target)
     (place / "cluster.toml").write_text("[[cluster.replicas]]\ncount = 2\n")
     rows = "".join(f"2023-11-16 18:17:{k % 60:02d}.0,100,10\n" for k in range(50))
-    for name in ("azure.csv", "AzureLLMInferenceTrace_conv.csv"):
+    files = ("azure.csv", "AzureLLMInferenceTrace_conv.csv")
+    for name in (*files, "FOLDER/azure.csv", "TRACES/azure.csv"):
+        (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
     run(place, "tailrace workload write chat --requests 8000 --out mine.parquet", 300)
     run(place, "tailrace workload write chat --requests 200 --out azure.parquet", 300)
@@ -106,7 +110,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(place: Path, command: str, limit_s: float) -> tuple[int | None, str]:
     """Run a command; returns its exit code, None if it was stopped, and what it wrote."""
-    words = command.replace("tailrace ", f"{sys.executable} -m tailrace.cli ", 1)
+    words = re.sub(r"^tailrace ", "python -m tailrace.cli ", command)
+    words = re.sub(r"^python ", f"{sys.executable} ", words)
     source = str(Path(tailrace.__file__).parents[1])
     process = subprocess.Popen(
         ["bash", "-c", words], cwd=place, env=os.environ | {"PYTHONPATH": source},
@@ -140,6 +145,8 @@ def test_the_command_runs(folder: Path, tmp_path: Path, page: str, command: str)
         names = ("quick-0", "mine", "results*") if "train" in command else ("results*",)
         written = shutil.ignore_patterns(*names)
         folder = shutil.copytree(folder, tmp_path / "reader", ignore=written)
+        if out := re.search(r"(?:-o|--out) (\S+)", command):
+            shutil.rmtree(folder / out[1], ignore_errors=True)
     code, output = run(folder, command, LIMIT_S)
     assert code in (0, None), output
     assert "Traceback" not in output

@@ -50,7 +50,7 @@ def command(parts: tuple[str, ...]) -> None:
             from tailrace.router import warmup
 
             with warmup.helper():
-                warmup.compile_all()
+                warmup.compile_beside_helper()
     finally:
         compile_events.watcher = show
     took = time.monotonic() - started

@@ -60,5 +60,12 @@ def compile_all() -> None:
     compiled.mark(__spec__.name)
 
 
+def compile_beside_helper() -> None:
+    """Compile everything, together with a helper if there is one."""
+    compile_choosers()
+    compiled.wait_for(__name__)
+    compile_all()
+
+
 if __name__ == "__main__":
     compile_all()

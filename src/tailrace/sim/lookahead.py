@@ -13,7 +13,7 @@ import numpy as np
 
 from tailrace.compiled import inner, jit
 from tailrace.policy.rules import CODE
-from tailrace.sim import batching
+from tailrace.sim import batching, schedulers
 from tailrace.sim import server as servers
 from tailrace.sim.types import (
     SLOT_CHUNK,
@@ -86,6 +86,8 @@ def _copy(fleet, facts, c, r, oracle):
     server["fresh"] = 0
     server["oldest"] = server["newest"] = -1
     server["speed"] = server["configured_speed"]
+    # A stretch of decodes ends where a true output ends, which the router does not know.
+    schedulers.interrupt(server, fleet.costs[c, r], fleet.clusters[c]["now"])
     phase[:] = 0
     count = 0
     decodes = server["n_decodes"]

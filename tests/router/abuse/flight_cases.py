@@ -188,7 +188,7 @@ async def flight(target: Target) -> str:
     async with flown.load():
         await flown.until("a shadow", lambda a: a.get("stage") == "shadow")
         await flown.until("turns", lambda a: a.get("stage") == "canary")
-        # The state is written before the router is told, so that a crash in between is harmless.
+        # The state is written before the router changes roles, so a crash in between is harmless.
         await flown.until("its turns", lambda _: flown.roles()["canary"] == fickle, 10)
         await _killed(flown)
         assert flown.shown()["stage"] in ("canary", "guard"), "the state is lost"

@@ -43,7 +43,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 def test_times_follow_a_machine_whose_clock_was_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever reads the last minutes of a log goes by the machine's clock, not by its uptime."""
+    """Readers of the last minutes of a log use the machine's clock, not its uptime."""
     clock = Clock(50.0)
     cluster = new_cluster(2, clock)
     log = _log(tmp_path)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tailrace.config import Cluster, Replica, RouterSettings
+from tailrace.config import Cluster, Engine, Replica, RouterSettings
 from tailrace.errors import TailraceError
 from tailrace.policy import registry
 from tailrace.sim import engine as kernel
@@ -97,6 +97,52 @@ def test_looking_ahead_writes_to_its_own_memory_only(blocks):
         changed = {name for name in before if before[name] != after[name]}
         assert changed <= {*SCRATCH, "scores"}
         simulation.assign(int(np.argmin(fleet.scores[0])))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("name", ["lookahead", "lookahead_oracle"])
+@pytest.mark.parametrize(
+    ("workload", "server"),
+    [
+        ("chat", {}),
+        ("chat", {"num_blocks": 420}),
+        ("chat", {"num_blocks": 600, "preallocate_tokens": 40}),
+        ("chat", {"scheduler": "sarathi", "num_blocks": 600}),
+        ("chat", {"scheduler": "vllm", "num_blocks": 600}),
+        ("sessions-hot", {}),
+        ("sessions-hot", {"num_blocks": 900}),
+    ],
+)
+def test_whole_stretches_and_single_iterations_give_the_same_scores(name, workload, server):
+    """A stretch of decodes has streamed tokens already: the look-ahead knows them."""
+    whole = library.make(workload, 300, 12.0, seed=7)
+    keep = whole.rows["prompt_tokens"] + whole.rows["output_tokens"] < 4000
+    table = whole if workload != "chat" else RequestTable(whole.rows[keep], whole.runs)
+    cluster = Cluster(replicas=(Replica(**{"count": 2, "scheduler": "vllm_v1", **server}),))
+    router = RouterSettings(predictor="mean")
+    rule = registry.get(name)
+    exact, fast = (
+        Simulation(
+            cluster,
+            table,
+            router=router,
+            engine=Engine(engine="compiled", exact=each),
+            lookahead=True,
+        )
+        for each in (True, False)
+    )
+    decisions = 0
+    while exact.next_decision() is not None:
+        fast.next_decision()
+        for each in (exact, fast):
+            fleet, tables = each.arrays
+            kernel.choice(fleet, tables, 0, rule.rule.code, rule.params, False)
+        scores = exact.arrays[0].scores[0]
+        assert fast.arrays[0].scores[0] == pytest.approx(scores, abs=1e-6)
+        for each in (exact, fast):
+            each.assign(int(np.argmin(scores)))
+        decisions += 1
+    assert decisions == len(table)
 
 
 @pytest.mark.compiled

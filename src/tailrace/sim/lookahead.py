@@ -88,6 +88,7 @@ def _copy(fleet, facts, c, r, oracle):
     server["speed"] = server["configured_speed"]
     # A stretch of decodes ends where a true output ends, which the router does not know.
     schedulers.interrupt(server, fleet.costs[c, r], fleet.clusters[c]["now"])
+    _advance_to_running(server, fleet.phase[c, r], fleet.servers[c, r]["counted"])
     phase[:] = 0
     count = 0
     decodes = server["n_decodes"]
@@ -134,6 +135,21 @@ def _copy(fleet, facts, c, r, oracle):
             count += 1
         first += 1
     return count
+
+
+@inner
+def _advance_to_running(server, phase, counted):
+    """Move an interrupted stretch on to its running iteration: the tokens before it are streamed.
+
+    ``phase`` and ``counted`` are the real server's.
+    """
+    if server["busy"] == 0 or server["steps"] == 1:
+        return
+    ended = server["steps"] - 1
+    if counted:
+        server["free_blocks"] -= batching.blocks_due(server, phase, server["tick"] + 1, ended)
+    server["tick"] += ended
+    server["steps"] = 1
 
 
 @inner

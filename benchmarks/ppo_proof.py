@@ -30,6 +30,7 @@ from tailrace.env.reward import RewardSettings
 from tailrace.evaluate.judge.compare import Comparison, compare, ratio_interval
 from tailrace.evaluate.search.headroom import headroom, players
 from tailrace.files import atomic_path, write_text
+from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
 from tailrace.learn import settings as s
 from tailrace.learn.trainer import Trainer
 from tailrace.saturation import with_capacity
@@ -185,7 +186,7 @@ def train(folder: Path, variant: str, seed: int, jobs: int) -> None:
         start = str(run_of(folder, CLONE, seed) / "last.tailrace")
         settings = settings.model_copy(update={"start": start})
     began, cpu = time.monotonic(), time.process_time()
-    trainer = Trainer(run, settings, jobs=jobs)
+    trainer = Trainer(run, settings, jobs=jobs, rollout_sources=ROLLOUT_SOURCES)
     trainer.run()
     rules = trainer.validation.rule_costs
     scores = {rule: round(trainer.validation.score(costs), 4) for rule, costs in rules.items()}
@@ -418,6 +419,7 @@ SHOWN_VARIANTS = {
     "small lookahead": "groups from 1 200 labels of the look-ahead",
     "lookahead branching": "branches from 12 000 labels of the look-ahead",
     "scratch": "`ppo-scratch`",
+    "vidur": "`ppo-vidur`",
 }
 #: At these loads hardly anything can be won (``headroom``).
 LIGHT = ("slow-chat", "uniform-chat-30")

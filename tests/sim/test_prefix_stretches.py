@@ -9,7 +9,7 @@ import faulthandler
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from books import check_books
@@ -21,6 +21,7 @@ from tailrace.sim.fleet import copy_cluster
 from tailrace.sim.reference.engine import ReferenceEngine
 from tailrace.sim.simulator import Simulation, simulate
 from tailrace.sim.types import Fleet
+from tailrace.workload.table import RequestTable
 
 EXACT = Engine(engine="compiled", exact=True)
 FAST = Engine(engine="compiled")
@@ -86,7 +87,28 @@ def test_stretches_give_the_answers_of_the_reference_engine(world):
         assert np.nanmax(late, initial=0.0) < 1e-9
 
 
+#: A child arrives as its parent's batch of prompts ends, and another of that batch goes on.
+BETWEEN_ITERATIONS = (
+    Cluster(
+        replicas=(
+            Replica(
+                count=2, scheduler="vllm_v1", block_size=1, num_blocks=3, batch_cap=3, chunk_size=3
+            ),
+        )
+    ),
+    RequestTable.build(
+        np.zeros(8),
+        np.ones(8, np.int64),
+        np.array([1, 1, 1, 1, 1, 1, 2, 1]),
+        [[]] * 8,
+        parent=np.array([-1, -1, -1, -1, -1, 0, -1, -1]),
+    ),
+    (),
+)
+
+
 @HARD
+@example(BETWEEN_ITERATIONS, "lookahead", False)
 @given(worlds(), st.sampled_from(["lookahead", "lookahead_oracle"]), st.booleans())
 def test_looking_ahead_from_any_state_changes_nothing_else(world, name, exact):
     """And what the look-ahead chose gives the same answers in the reference engine."""

@@ -49,6 +49,8 @@ def _end_iteration(server, slots, phase, kv, requests, content, notices):
             batching.unpark(server, slots, phase)
         if server["tick"] >= server["next_finish"]:
             batching.retire_decodes(server, slots, phase, kv, requests, end, notices)
+    else:
+        server["reached"] = server["tick"]  # no decode has moved on
     if server["n_slots"] > server["n_decodes"]:
         batching.advance_prefills(server, slots, phase, kv, requests, content, end, notices)
     has_work = server["n_slots"] > 0 or server["queue_len"] > 0

@@ -152,6 +152,23 @@ def test_after_a_greedy_warm_up_the_clusters_of_a_group_are_in_the_same_state():
 
 
 @pytest.mark.compiled
+def test_unbalanced_groups_begin_with_most_requests_at_one_replica():
+    given = task(
+        worlds=(CHAT,), episode_seeds=SEEDS[:2], clusters=4, group=2, warmup=256, greedy_warmup=True
+    )
+    even, uneven = collect(given), collect(replace(given, unbalanced=1.0))
+
+    def share(rollout: Rollout) -> np.ndarray:
+        """Of the requests in flight at the first decision, the fullest replica's; [C]."""
+        in_flight = np.expm1(rollout.replica_obs[0, :, :, IN_FLIGHT])
+        return in_flight.max(axis=1) / in_flight.sum(axis=1)
+
+    assert (share(uneven) > 0.6).all()
+    assert (share(uneven) > share(even)).all()
+    first = uneven.replica_obs[0].reshape(2, 2, -1)
+    assert (first[:, 0] == first[:, 1]).all(), "a group begins in one state"
+
+
 def test_a_group_plays_the_same_requests_with_choices_of_its_own():
     rollout = collect(task(group=2, episode_seeds=SEEDS[:2]))
     assert (rollout.elapsed_s[:, 0] == rollout.elapsed_s[:, 1]).all()

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from tailrace.config import Positive, Settings
+from tailrace.learn.randomisation import Share
 
 Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -110,6 +111,9 @@ class PpoSettings(LearningSettings):
     greedy_warmup: bool = False
     """Take the best choice in those, as the trained policy will, instead of drawing: rollouts then
     begin in states it gets into, the same for all clusters of a group."""
+    unbalanced: Share = 0.0
+    """Share of the groups in which three in four of the last requests before the rollout went to one
+    replica: the policy learns to spread load that is not spread. In the simulator only."""
     chunk: Count = 32
     """Decisions in a row that a network with memory is trained on at once."""
     value_weight: Weight = 0.5

@@ -55,6 +55,8 @@ class RolloutTask:
     """Decisions per cluster that are not recorded: they fill the queues."""
     greedy_warmup: bool = False
     """Of those, the best choice is always taken."""
+    unbalanced: float = 0.0
+    """Share of the groups in which the last quarter of those mostly goes to one replica."""
     decisions: int = 256
     """Decisions per cluster that are."""
     chunk: int = 32
@@ -155,9 +157,27 @@ def collect(task: RolloutTask) -> Rollout:
     env = _environment(worlds, task.clusters, settings)
     env.reset(seed=task.seed, options={"episode_seeds": list(task.episode_seeds)})
     player = _Player(env, task)
-    for _ in range(task.warmup):
+    quarter = task.warmup // 4
+    for _ in range(task.warmup - quarter):
         player.step(greedy=task.greedy_warmup)
+    favourites = _favourites(task, env.core.step_out.mask)
+    for _ in range(quarter):
+        player.step(greedy=task.greedy_warmup, favourites=favourites)
     return player.record()
+
+
+def _favourites(task: RolloutTask, mask: Bools) -> Ints:
+    """Return the replica that gets most requests, for each cluster; -1: there is none.
+
+    Clusters of a group have the same one.
+    """
+    found = np.full(task.clusters, -1)
+    for g, seed in enumerate(task.episode_seeds):
+        rng = generator(seed, "unbalanced")
+        if rng.random() < task.unbalanced:
+            first = g * task.group
+            found[first : first + task.group] = rng.choice(np.flatnonzero(mask[first]))
+    return found
 
 
 @lru_cache(maxsize=ENVIRONMENTS)
@@ -179,14 +199,18 @@ class _Player:
         self.starts = np.ones(n, np.bool_)
         self.has_prior = bool(task.config.prior)
         self.rows = np.arange(n)
+        self.turn = 0
         config = task.config
         # All replicas go through the network, and the value looks at the same embeddings.
         keeps = not config.memory and not config.decoupled_critic and SKETCH not in task.tensors
         self.pooled = np.zeros((n, 2 * config.hidden), np.float32) if keeps else None
 
-    def step(self, greedy: bool = False) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
+    def step(
+        self, greedy: bool = False, favourites: Ints | None = None
+    ) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
         """Play one decision of every cluster; ``greedy``: the best choice is always taken.
 
+        Where there is a favourite (``favourites``, [n]; -1: none), it gets three in four requests.
         Returns action, log-probability, reward, whether an alarm ended the episode, and info [n].
         """
         out = self.env.core.step_out
@@ -200,6 +224,10 @@ class _Player:
             forward_and_pool(*seen, self.logits, self.pooled)
         policy = behaviour(self.logits, out.mask, self.task.temperature, self.task.epsilon)
         action = policy.argmax(axis=1) if greedy else sample(policy, self.rng.random(len(policy)))
+        if favourites is not None:
+            self.turn += 1
+            forced = (favourites >= 0) & out.mask[self.rows, favourites] & (self.turn % 4 > 0)
+            action = np.where(forced, favourites, action)
         log_prob = np.log(policy[self.rows, action])
         _, reward, terminated, truncated, info = self.env.step(action)
         self.starts = terminated | truncated

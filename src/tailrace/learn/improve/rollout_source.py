@@ -97,6 +97,7 @@ class SimulatorRollouts:
                     group=group,
                     warmup=p.warmup,
                     greedy_warmup=p.greedy_warmup,
+                    unbalanced=p.unbalanced,
                     decisions=p.decisions,
                     chunk=p.chunk,
                     temperature=exploration.temperature,

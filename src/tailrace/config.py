@@ -16,6 +16,7 @@ from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
 
 Tokens = Annotated[int, Field(ge=1, le=2**30)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Milliseconds = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 SlopeChange = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 #: Outside of these a run would take for ever, or its times would lose all digits.

@@ -10,10 +10,9 @@ from typing import Annotated, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from tailrace.config import Settings
+from tailrace.config import Settings, Share
 
 Weight = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Updates = Annotated[int, Field(ge=1)]
 #: A schedule: (update, value) with rising updates. Linear in between, constant before and after.

@@ -21,6 +21,7 @@ from tailrace.config import (
     RouterSettings,
     Scenario,
     Settings,
+    Share,
     SpeedFactor,
     Workload,
 )
@@ -30,7 +31,6 @@ from tailrace.seeds import generator
 from tailrace.view.devices import num_blocks_of
 from tailrace.workload import library
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Load = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Age = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Tokens = Annotated[int, Field(ge=16, le=2**20)]

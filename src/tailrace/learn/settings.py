@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from tailrace import config
-from tailrace.config import Positive, Scenario, Settings, VidurSettings, load_toml
+from tailrace.config import Positive, Scenario, Settings, Share, VidurSettings, load_toml
 from tailrace.env.latency_limit import LatencyLimit
 from tailrace.env.reward import RewardSettings
 from tailrace.errors import RenamedSettingWarning, TailraceError, unknown_name
@@ -21,7 +21,7 @@ from tailrace.learn.improve.ppo_settings import (
     Objective,
     PpoSettings,
 )
-from tailrace.learn.randomisation import RandomisationSettings, Share
+from tailrace.learn.randomisation import RandomisationSettings
 from tailrace.policy import registry, shipped
 from tailrace.policy.learned.architecture import NetworkConfig
 from tailrace.scenario import merged

@@ -12,13 +12,12 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from tailrace.config import Replica, Settings
+from tailrace.config import Replica, Settings, Share
 from tailrace.errors import TailraceError
 from tailrace.net.limits import ConnectionLimits, Seconds
 from tailrace.net.origin import Origin
 from tailrace.net.tls import TlsFiles
 
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 ModelName = Annotated[str, Field(min_length=1, max_length=256)]
 
 #: Longest key of a client, in bytes.

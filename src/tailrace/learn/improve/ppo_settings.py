@@ -4,8 +4,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from tailrace.config import Positive, Settings
-from tailrace.learn.randomisation import Share
+from tailrace.config import Positive, Settings, Share
 
 Weight = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]

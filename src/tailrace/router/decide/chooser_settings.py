@@ -1,14 +1,12 @@
 """How replicas are chosen: which policies have which role, and the guard around them."""
 
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from tailrace.config import PrefixLearns, Settings
+from tailrace.config import PrefixLearns, Settings, Share
 from tailrace.policy import registry
 from tailrace.router.decide.turns import Turns
-
-Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class ChooserSettings(Settings):

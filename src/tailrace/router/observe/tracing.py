@@ -20,13 +20,13 @@ from typing import Any
 import orjson
 from pydantic import Field, field_validator
 
-from tailrace.config import Settings
+from tailrace.config import Settings, Share
 from tailrace.errors import TailraceError
 from tailrace.net.client import FetchError, Pool
 from tailrace.net.limits import Seconds
 from tailrace.net.origin import Origin
 from tailrace.net.tls import TlsContexts
-from tailrace.router.settings import BackendTls, Share
+from tailrace.router.settings import BackendTls
 from tailrace.router.state.arrival import Decision
 
 PATH = "/v1/traces"

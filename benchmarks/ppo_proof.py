@@ -163,7 +163,7 @@ NOTES = (
     "Vidur plays fewer requests and seeds, and of the scenarios only those that are listed.",
 )
 #: The evaluation seeds before this one were used to judge earlier versions of the presets.
-FIRST_SEED = 520
+FIRST_SEED = 560
 IN_SIMULATOR = tuple(dict.fromkeys((*CHAT, *QUICK)))
 #: Scenarios that Vidur 0.0.26 can play as they are: it has no prefix cache.
 IN_VIDUR = (*CHAT, "mixed-speed")

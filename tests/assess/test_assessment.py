@@ -1,16 +1,29 @@
 """What policies would give on recorded traffic, on logs whose true servers are known."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from replay.logged import write_log
 from tailrace.assess import assessment
-from tailrace.assess.assessment import Blocks, ServerModel, assess, slowest_first, with_targets
+from tailrace.assess.assessment import (
+    Assessment,
+    Blocks,
+    Estimate,
+    Prospect,
+    ReplayErrors,
+    ServerModel,
+    assess,
+    slowest_first,
+    with_targets,
+)
 from tailrace.config import Cluster, Replica, Scenario, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.evaluate.measure.runner import play, policy_for
 from tailrace.replay import recorded
+from tailrace.report.assessment import render_assessment, tiles_of
 from tailrace.terminal.assessments import paragraph
 from tailrace.workload.library import from_settings
 
@@ -66,6 +79,34 @@ def test_the_error_is_that_against_the_record(tmp_path):
     assert abs(known.errors.e2e) < 0.02
     assert abs(known.errors.ttft) < 0.02
     assert "own error, on 300 requests: mean first token" in paragraph(found)
+
+
+def test_a_figure_of_the_replay_is_not_taken_for_one_of_the_servers():
+    """The replay of the present rule misses more SLOs than it did: no gain of the best policy's."""
+    sure = Estimate(0.01, 0.01, 0.01)
+
+    def prospect(name, missed, change=None):
+        share = Estimate(missed, missed, missed)
+        return Prospect(name, sure, sure, sure, share, sure, change, change, change)
+
+    less = Estimate(-0.3, -0.35, -0.25)
+    found = Assessment(
+        300, 60.0, 1, "round_robin", prospect("recorded", 0.003),
+        (prospect("tailrace", 0.003, less), prospect("round_robin", 0.054)),
+        ReplayErrors(-0.004, 0.001, 73, True, -0.004, 0.15, 0.051), None,
+    )  # fmt: skip
+    text = paragraph(found)
+    assert "and 0.3% missed their SLO" in text
+    assert "with 0.3% missed SLOs (round_robin replayed: 5.4%)" in text
+    assert "first token 30% sooner (25 to 35%)" in text
+    assert "mean first token 0%, mean whole answer 0%" in text
+    page = render_assessment(found, "switch", "again")
+    assert "<li>1 server</li>" in page
+    tiles = {tile.label: tile for tile in tiles_of(found)}
+    assert tiles["missed SLOs"].verdict == "even"
+    assert tiles["end to end, mean"].verdict == "better"
+    same = replace(found, recorded=prospect("recorded", 0.054))
+    assert "with 0.3% missed SLOs instead of 5.4%" in paragraph(same)
 
 
 def test_a_gain_within_the_error_is_none(tmp_path):
@@ -139,8 +180,6 @@ def test_replays_shift_arrivals_and_keep_their_order():
 
 
 def test_targets_decide_what_is_missed(log):
-    from dataclasses import replace
-
     strict, loose = (
         assess(
             replace(log, table=with_targets(log.table, target, 10.0)),
@@ -169,8 +208,6 @@ def test_a_trace_without_latencies():
 
 
 def test_a_rule_that_is_not_here_is_set_against_the_record(log):
-    from dataclasses import replace
-
     other = replace(log, policies=("nginx",))
     found = assess(other, ServerModel(CLUSTER), ["tailrace"], jobs=1)
     assert found.now is found.recorded

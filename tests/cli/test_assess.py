@@ -1,12 +1,15 @@
 """tailrace assess."""
 
+import html
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from replay.logged import write_log
+from tailrace.cli.assess import _again
 from tailrace.config import Cluster, Replica, Workload
 from tailrace.workload.library import from_settings
 
@@ -42,6 +45,10 @@ def test_a_log_becomes_a_paragraph_a_table_and_a_page(run, log):
     assert "default-src 'none'" in page
     assert not re.search(r"""(?:src|href)\s*=\s*["'](?!#|data:)""", page)
     assert "url(" not in page.replace("url(data:", "")
+    assert command_again(page) == [
+        "tailrace", "assess", "--log", str(log), "-p", "tailrace", "-p", "load_aware",
+        "-o", "assessment",
+    ]  # fmt: skip
     # The cluster it wrote is one that other commands read.
     again = run("replay", log, "--cluster", "assessment/cluster.toml", "-p", "tailrace", "-j", 1)
     assert "recorded: round_robin" in again.stdout
@@ -60,6 +67,36 @@ def test_a_trace_needs_servers(run_json, refuse, run, log):
     assert {p["policy"] for p in data["policies"]} == {
         "tailrace", "load_aware", "least_outstanding"
     }  # fmt: skip
+
+    given = (
+        "--log", "t.parquet", "--present", "round_robin", "-p", "tailrace", "--ttft-slo-s", "0.5",
+        "--cluster", "c.toml", "--seed", "3", "-o", "b b",
+    )  # fmt: skip
+    run("assess", *given)
+    assert command_again(Path("b b/assessment.html").read_text()) == ["tailrace", "assess", *given]
+
+
+def test_the_command_to_make_the_page_again_knows_the_servers():
+    """Also what was read from /metrics, which is not there later."""
+    known = Replica(num_blocks=30_000, batch_cap=64, prefix_caching=False)
+    settings = {"ttft_slo_s": None, "tpot_slo_s": 0.1, "same": True}
+    words = _again(Path("d"), None, None, (), None, known, 0, Path("o"), settings)
+    assert words == [
+        "tailrace", "assess", "--log", "d", "--tpot-slo-s", "0.1", "--same", "--num-blocks",
+        "30000", "--batch-cap", "64", "--no-prefix-caching", "-o", "o",
+    ]  # fmt: skip
+
+
+def command_again(page):
+    """The words of the command under 'Makes this page again'."""
+    found = re.search(r"Makes this page again.*?<code>(.*?)</code>", page, flags=re.DOTALL)
+    return shlex.split(html.unescape(re.sub(r"<[^>]+>", "", found[1])))
+
+
+def test_servers_that_do_not_answer(refuse):
+    """Said at once, not after every request has waited for them."""
+    dead = ("http://127.0.0.1:1", "http://127.0.0.1:2")
+    assert "none of the servers can be reached" in refuse("assess", *dead)
 
 
 @pytest.mark.parametrize(

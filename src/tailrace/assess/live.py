@@ -1,7 +1,9 @@
 """A router in front of servers, with a decision log, for as long as a block lasts."""
 
 import json
+import socket
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 from tailrace.assess.processes import Json, awaited, started, tell
 
 IDLE_S = 60.0
+CONNECT_S = 5.0
 LOCAL = "127.0.0.1:0"
 
 
@@ -52,6 +55,17 @@ class RouterProcess:
         while any((left := self.left_over()).values()) and time.monotonic() < end:
             time.sleep(0.2)
         return left
+
+
+def is_reachable(url: str) -> bool:
+    """Whether something accepts connections at the address of a server."""
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

@@ -107,9 +107,10 @@ def calibrate_log(
         if sum(int(np.isfinite(part.ttft_ms).sum()) for part in parts) < LEAST_REQUESTS and (
             only is not None or sum(len(part.table) for part in parts) < LEAST_REQUESTS
         ):
+            other = "" if same or len(numbers) == 1 else ", or add --same if all replicas are equal"
             raise TailraceError(
-                f"replica {group[0]} has only {len(parts[0].table)} answered requests in the log; "
-                f"{LEAST_REQUESTS} are needed, or --same if all replicas are equal"
+                f"replica {group[0]} has only {len(parts[0].table)} answered requests in the log "
+                f"and {LEAST_REQUESTS} are needed; record for longer{other}"
             )
     for done, (group, parts) in enumerate(zip(groups, split, strict=True)):
         name = f"replica {group[0]}" if len(group) == 1 else f"replicas {group[0]} to {group[-1]}"

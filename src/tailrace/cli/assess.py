@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from tailrace.workload.table import RequestTable
 
 _LIVE = "Recording in front of live servers"
-_SERVERS = "Servers (what you know of them; the rest is learnt from the log, or assumed)"
+_SERVERS = "Servers (what you know of them; the rest is learned from the log, or assumed)"
+#: Settings of a replica that the log gives, and what a simulated router would take it for.
+_NOT_OURS = ("count", "device", "speed", "assumed_speed")
 #: The rule of most load balancers in use.
 PRESENT = "least_outstanding"
 
@@ -69,7 +71,7 @@ PRESENT = "least_outstanding"
 )  # fmt: skip
 @option("--rate", type=click.FloatRange(1e-3, 1e5), metavar="R", section=_LIVE,
         help="Requests/s of --send. [default: the workload's own]")  # fmt: skip
-@section_options(_SERVERS, "replica", Replica, but=("count", "device", "speed"))
+@section_options(_SERVERS, "replica", Replica, but=_NOT_OURS)
 @option("--seed", type=SEED, default=0, help="Seed of ties, and of --send.")
 @options.jobs
 @option(
@@ -114,6 +116,7 @@ def command(
     known = parse(Replica, {field: value for (_, field), value in given.items()})
     if out.exists() and not out.is_dir():
         raise TailraceError(f"cannot write to {out}: it is no folder")
+    given_present = present
     cluster = None
     if config is not None:
         cluster = options.take_scenario({"config": config}).cluster
@@ -176,10 +179,42 @@ def command(
     page = out / "assessment.html"
     data = as_json(found, line, page)
     write_text(out / "assessment.json", dumps(data) + "\n")
-    window = [] if since is None else ["--since", since]
-    again = shlex.join(["tailrace", "assess", "--log", str(log), *window, "-o", str(out)])
-    write_text(page, render_assessment(found, line, again))
+    again = _again(log, since, given_present, policies, config, known, seed, out, settings)
+    write_text(page, render_assessment(found, line, shlex.join(again)))
     console.show(data, lambda screen: print_assessment(screen, found, line, page))
+
+
+def _again(
+    log: Path,
+    since: str | None,
+    present: str | None,
+    policies: tuple[str, ...],
+    cluster: Path | None,
+    known: Replica,
+    seed: int,
+    out: Path,
+    settings: dict[str, Any],
+) -> list[str]:
+    """Return the words of the command that assesses the same log in the same way."""
+    words = ["tailrace", "assess", "--log", str(log)]
+    for flag, value in (
+        ("--since", since),
+        ("--present", present),
+        *(("-p", policy) for policy in policies),
+        ("--ttft-slo-s", settings["ttft_slo_s"]),
+        ("--tpot-slo-s", settings["tpot_slo_s"]),
+        ("--cluster", cluster),
+    ):
+        if value is not None:
+            words += [flag, str(value)]
+    words += ["--same"] * settings["same"] + (["--seed", str(seed)] if seed else [])
+    for name, value in known.model_dump(exclude_unset=True).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words += [f"--{flag}", str(value)]
+    return [*words, "-o", str(out)]
 
 
 def _check(urls: tuple[str, ...], settings: dict[str, Any]) -> None:
@@ -237,9 +272,13 @@ def _record(
             f"{folder} has a recording already: assess it with --log {folder}, or name another "
             "folder with -o"
         )
-    from tailrace.assess.live import router
+    from tailrace.assess.live import is_reachable, router
 
     table = _table_of(settings, seed)
+    if not any(map(is_reachable, urls)):
+        raise TailraceError(
+            "none of the servers can be reached; start them, or correct their addresses"
+        )
     with router(urls, folder, "-p", present, listen=settings["listen"], say=lambda _: None) as live:
         if table is not None:
             from tailrace.bench.load import run_load

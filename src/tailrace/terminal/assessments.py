@@ -44,13 +44,17 @@ def _now(found: Assessment) -> str:
     now = found.recorded or found.now
     assert now is not None
     verb = "answered" if found.recorded else "would answer"
-    count = f"{found.replicas} server{'s' * (found.replicas > 1)}"
     return (
-        f"Your {count} {verb} {found.requests} requests in {_time(found.duration_s)} under "
-        f"{found.present}: the first token took {number(now.ttft_s.value)} s on average "
+        f"Your {servers(found)} {verb} {found.requests} requests in {_time(found.duration_s)} "
+        f"under {found.present}: the first token took {number(now.ttft_s.value)} s on average "
         f"(P99 {number(now.ttft_p99_s.value)} s), a whole answer {number(now.e2e_s.value)} s, and "
         f"{share(now.missed.value)} missed their SLO."
     )
+
+
+def servers(found: Assessment) -> str:
+    """Return how many servers there are."""
+    return f"{found.replicas} server{'s' * (found.replicas > 1)}"
 
 
 def _gain(found: Assessment) -> str:
@@ -58,11 +62,9 @@ def _gain(found: Assessment) -> str:
     assert now is not None
     if best.policy == found.present:
         return f"No other policy does better on these requests: keep {found.present}."
-    before, after = share(now.missed.value), share(best.missed.value)
-    missed = f"instead of {before}" if before != after else "as now"
     changes = (
         f"{best.policy} would have the first token {_change(best.ttft_change)} and whole answers "
-        f"{_change(best.e2e_change)}, with {after} missed SLOs {missed}"
+        f"{_change(best.e2e_change)}, with {_missed(found)}"
     )
     if not found.gains:
         return (
@@ -82,6 +84,20 @@ def _gain(found: Assessment) -> str:
     return f"On the same requests {changes}.{less}"
 
 
+def _missed(found: Assessment) -> str:
+    """Say how many SLOs the best policy misses, and against what.
+
+    The replay of the present rule may miss more or fewer than the rule did; then it is named.
+    """
+    now = found.now
+    assert now is not None
+    before, after = share(now.missed.value), share(found.best.missed.value)
+    text = f"{after} missed SLOs"
+    if found.recorded is not None and share(found.recorded.missed.value) != before:
+        return f"{text} ({found.present} replayed: {before})"
+    return f"{text} instead of {before}" if before != after else f"{text} as now"
+
+
 def _trust(found: Assessment) -> str:
     errors = found.errors
     if errors is None:
@@ -91,13 +107,14 @@ def _trust(found: Assessment) -> str:
     kind = f"{errors.requests} requests"
     if errors.held_out:
         kind += " that it was not fitted to"
-    ttft = "" if errors.ttft is None else f"mean first token {_signed(errors.ttft)}, "
-    text = f"The replay's own error, on {kind}: {ttft}mean whole answer {_signed(errors.e2e)}."
+    ttft = "" if errors.ttft is None else f"mean first token {signed(errors.ttft)}, "
+    text = f"The replay's own error, on {kind}: {ttft}mean whole answer {signed(errors.e2e)}."
     if errors.rule_ttft is None or errors.rule_e2e is None or errors.rule_missed is None:
         return text
+    points = round(100 * errors.rule_missed, 1) or 0.0  # no "-0.0"
     return (
-        f"{text} With {found.present} deciding anew it gives {_signed(errors.rule_ttft)}, "
-        f"{_signed(errors.rule_e2e)}, and {100 * errors.rule_missed:+.1f} points of missed SLOs."
+        f"{text} With {found.present} deciding anew it gives {signed(errors.rule_ttft)}, "
+        f"{signed(errors.rule_e2e)}, and {points:+.1f} points of missed SLOs."
     )
 
 
@@ -113,7 +130,7 @@ def print_assessment(console: Console, found: Assessment, switch: str, page: Pat
         *_both("E2E", "mean s", [p.e2e_s for _, p in shown]),
         *_both("missed", "SLO %", [p.missed for _, p in shown], text=_hundredths),
         *_both("replicas", "to spare", [p.spare for _, p in shown], text="{:.0f}".format),
-        *_both("cost", "change", [p.cost_change for _, p in shown], text=_signed, keep=3)[:1],
+        *_both("cost", "change", [p.cost_change for _, p in shown], text=signed, keep=3)[:1],
     ]
     print_columns(console, columns, bold=[0])
     rest = len(found.prospects) - sum(p in found.prospects for _, p in shown)
@@ -163,8 +180,10 @@ def share(value: float) -> str:
     return f"{100 * value:.1f}%"
 
 
-def _signed(value: float) -> str:
-    return f"{100 * value:+.0f}%"
+def signed(value: float) -> str:
+    """Return a change as a percentage with its sign; 0 has none."""
+    percent = round(100 * value)
+    return f"{percent:+d}%" if percent else "0%"
 
 
 def _change(change: Estimate | None) -> str:
@@ -173,12 +192,12 @@ def _change(change: Estimate | None) -> str:
         return "as now"
 
     def said(share: float) -> str:
-        return f"{100 * abs(share):.0f} % {'sooner' if share < 0 else 'later'}"
+        return f"{100 * abs(share):.0f}% {'sooner' if share < 0 else 'later'}"
 
     if change.low < 0 < change.high:
         return f"about as soon ({said(change.low)} to {said(change.high)})"
     near, far = sorted(abs(bound) for bound in (change.low, change.high))
-    return f"{said(change.value)} ({100 * near:.0f} to {100 * far:.0f} %)"
+    return f"{said(change.value)} ({100 * near:.0f} to {100 * far:.0f}%)"
 
 
 def _time(seconds: float) -> str:

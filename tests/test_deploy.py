@@ -46,6 +46,9 @@ def test_the_unit_runs_commands_that_exist():
         assert set(re.findall(r"--[\w-]+", options)) <= known
     assert "DynamicUser=yes" in UNIT
     assert "ProtectSystem=strict" in UNIT
+    # What it learned of the servers outlives a restart.
+    assert "StateDirectory=tailrace" in UNIT
+    assert 'speeds.file = "/var/lib/tailrace/' in UNIT
 
 
 #: In a mount name space of its own /srv is empty at first, and read-only once the image is built.

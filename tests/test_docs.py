@@ -113,6 +113,22 @@ def test_every_command_exists_with_its_flags(page: Path) -> None:
     assert wrong == []
 
 
+def test_the_page_of_the_command_line_lists_every_command():
+    table = re.findall(r"^\| (`.*?) \|", (ROOT / "docs/cli.md").read_text(), re.MULTILINE)
+    assert {name for row in table for name in re.findall(r"`(\w+)`", row)} >= set(COMMANDS)
+
+
+def test_the_figure_that_policies_are_ranked_by_has_one_name():
+    """The glossary names the other one, which code uses."""
+    texts = [page for page in PAGES if page.name != "glossary.md"]
+    texts += [
+        p
+        for name in ("terminal", "report", "cli")
+        for p in (ROOT / "src/tailrace" / name).rglob("*.py")
+    ]
+    assert [p.name for p in texts if "composite cost" in p.read_text().lower()] == []
+
+
 @each_page
 def test_every_make_target_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -93,7 +93,7 @@ def command(
 
     Plays all rules, both look-aheads and POLICY files under a reward, and judges the reward.
 
-    Is the best rule its ceiling? Is it dead? Does it rank policies as the composite cost does?
+    Is the best rule its ceiling? Is it dead? Does it rank policies as the latency cost does?
     """
     reward = _take_reward(reward_file, settings)
     from tailrace import scenario as scenarios

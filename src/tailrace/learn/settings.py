@@ -449,7 +449,7 @@ class TrainSettings(Settings):
         """Raise if something is set that only rollouts have."""
         if self.reward != RewardSettings():
             raise ValueError(
-                "branching counts the composite cost itself: a reward of another kind needs "
+                "branching counts the latency cost itself: a reward of another kind needs "
                 "advantage = 'gae' or 'grouped'"
             )
         drawn = {"temperature_", "pulse_", "epsilon_"}

@@ -66,7 +66,7 @@ def _note(found: Headroom) -> str:
     seeds = len(found.seeds)
     return (
         f"{found.scenario.name}: {found.decisions} requests, {seeds} training seed"
-        f"{'s' * (seeds > 1)}, the same for all. Reward: {_weights(found)}. cost = composite cost "
+        f"{'s' * (seeds > 1)}, the same for all. Reward: {_weights(found)}. cost = latency cost "
         f"per decision; terms are per decision and before weights."
     )
 
@@ -75,7 +75,7 @@ def _weights(found: Headroom) -> str:
     """What was changed of the reward, or that nothing was."""
     changed = found.reward.model_dump(exclude_defaults=True)
     if not changed:
-        return "the default, minus the composite cost"
+        return "the default, minus the latency cost"
     return ", ".join(f"{name} = {value}" for name, value in changed.items())
 
 
@@ -103,7 +103,7 @@ def _short(value: float) -> str:
 
 
 def plot_headroom(found: list[Headroom], path: Path) -> None:
-    """Draw reward and composite cost of every policy, a row of panels per scenario."""
+    """Draw reward and latency cost of every policy, a row of panels per scenario."""
     rows = max(len(one.played) for one in found)
     figure = new_figure(10, len(found) * (1.4 + 0.22 * rows))
     panels = figure.subplots(len(found), 2, squeeze=False, sharey="row")
@@ -113,7 +113,7 @@ def plot_headroom(found: list[Headroom], path: Path) -> None:
         colours = [_COLOURS[p.kind] for p in played]
         for axes, values, title in (
             (left, [p.reward for p in played], "reward per decision, more is better"),
-            (right, [p.cost_s for p in played], "composite cost (s), less is better"),
+            (right, [p.cost_s for p in played], "latency cost (s), less is better"),
         ):
             axes.hlines(places, axes.get_xlim()[0], values, color="#e2e8f0", linewidth=1)
             axes.scatter(values, places, c=colours, s=34, zorder=2)

@@ -48,7 +48,7 @@ def _facts(metrics: dict[str, object], result: LoadResult) -> list[tuple[str, st
         ("throughput", (f"{at('requests_per_s')} requests/s, {at('output_tokens_per_s')} output "
                        "tokens/s")),
         ("within SLO", f"{at('slo_attainment', 100)} %, {at('goodput_rps')} requests/s"),
-        ("composite cost", f"{at('cost_s')} s"),
+        ("latency cost", f"{at('cost_s')} s"),
         ("prefix hits", f"{at('prefix_hit_rate', 100)} % of prompt tokens"),
         ("prompt lengths", (f"{at('prompt_tokens_ratio', 100)} % of the table's "
                            f"({result.calibration})")),

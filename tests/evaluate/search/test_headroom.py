@@ -80,7 +80,7 @@ def test_there_is_room_where_speeds_differ() -> None:
     assert not found.dead
     assert not found.at_ceiling
     assert "There is room above the best rule" in found.verdicts[0]
-    assert "ranks policies as the composite cost does" in found.verdicts[1]
+    assert "ranks policies as the latency cost does" in found.verdicts[1]
 
 
 def test_a_rule_that_the_reward_is_made_for_is_its_ceiling() -> None:
@@ -198,7 +198,7 @@ def test_another_ranking_than_the_cost_is_told() -> None:
     rules = [one(str(k), [-k, -k], 10 - k) for k in (2.0, 3.0, 4.0)]
     found = judge(*rules, one("teacher", [-1.0, -1.0], 9.0, "look-ahead"))
     assert found.spearman == pytest.approx(-1.0)
-    assert "otherwise than the composite cost" in found.verdicts[1]
+    assert "otherwise than the latency cost" in found.verdicts[1]
     same = [replace(p, cost_s=1.0) for p in found.played]
     assert judge(*same).spearman is None
 

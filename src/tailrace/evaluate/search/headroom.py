@@ -2,7 +2,7 @@
 
 A reward is worth training on if the look-ahead gets clearly more of it than the best rule (else a
 rule is the ceiling), if policies get different amounts of it at all (else it is dead), and if it
-ranks policies as the composite cost does (else something else is learned).
+ranks policies as the latency cost does (else something else is learned).
 """
 
 import math
@@ -33,7 +33,7 @@ Array = NDArray[np.float64]
 MIN_ROOM = 0.01
 #: Policies whose mean rewards differ by less than this share of its usual size: it is dead.
 MIN_RANGE = 0.01
-#: From these rank correlations with the composite cost on, the ranking is the same, or similar.
+#: From these rank correlations with the latency cost on, the ranking is the same, or similar.
 SAME_RANKING, SIMILAR_RANKING = 0.9, 0.7
 #: Up to this share of rewards at the bound does not matter.
 MAX_AT_BOUND = 0.01
@@ -62,7 +62,7 @@ class RewardResult:
     policy: str
     kind: str  #: rule, look-ahead or policy
     reward: float  #: mean per decision, over seeds
-    cost_s: float  #: mean composite cost per decision, over seeds
+    cost_s: float  #: mean latency cost per decision, over seeds
     rewards: tuple[float, ...]  #: mean per decision, one per seed
     costs_s: tuple[float, ...]  #: one per seed
     magnitude: float  #: mean absolute reward of a decision
@@ -103,7 +103,7 @@ class Headroom:
     dead: bool
     range_share: float  #: largest - smallest mean reward, as a share of its usual size
     at_ceiling: bool  #: no policy is better than the best rule
-    spearman: float | None  #: rank correlation of mean reward and minus composite cost
+    spearman: float | None  #: rank correlation of mean reward and minus latency cost
     at_bound: float  #: largest share of rewards at the bound of any policy
     verdicts: tuple[str, ...]
 
@@ -165,7 +165,7 @@ class HeadroomEnv(Core):
     def _summary(self, name: str, policy: BuiltinPolicy, steps: Array) -> RewardResult:
         """Summarise the steps [T, 3 + terms, seeds]; NaN where a run was over.
 
-        Rows are the reward, the same before its bound, the composite cost, and the terms.
+        Rows are the reward, the same before its bound, the latency cost, and the terms.
         """
         rewards, raws, costs = steps[:, 0], steps[:, 1], steps[:, 2]
         terms = np.nanmean(steps[:, 3:], axis=(0, 2)).tolist()
@@ -333,11 +333,11 @@ def _ranking_verdict(found: Headroom) -> str:
         return "All policies cost the same here, so the ranking says nothing."
     finding = f"rank correlation {found.spearman:.2f}"
     if found.spearman >= SAME_RANKING:
-        return f"It ranks policies as the composite cost does ({finding})."
+        return f"It ranks policies as the latency cost does ({finding})."
     if found.spearman >= SIMILAR_RANKING:
-        return f"It ranks policies much as the composite cost does ({finding})."
+        return f"It ranks policies much as the latency cost does ({finding})."
     return (
-        f"It ranks policies otherwise than the composite cost ({finding}): "
+        f"It ranks policies otherwise than the latency cost ({finding}): "
         "more of it need not mean lower latency."
     )
 

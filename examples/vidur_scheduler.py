@@ -1,6 +1,6 @@
 """A policy of Tailrace as the global scheduler of real Vidur, and what it decided as a file.
 
-    pip install 'tailrace[vidur]'
+    pip install '.[vidur]'            # in a clone
     python examples/vidur_scheduler.py [POLICY] [-o demonstrations.npz]
 
 POLICY is any policy of Tailrace: `tailrace` (the trained one), a rule such as `least_outstanding`,

@@ -64,6 +64,30 @@ def test_policies_and_decisions():
     assert found.options[found.chosen].probability > 0.5
 
 
+def test_one_policy_needs_no_list_and_an_object_is_refused():
+    """A string is a sequence of its letters: 'unknown policy t' would help nobody."""
+    found = tr.compare("demo", "round_robin", seeds=1, requests=5, jobs=1)
+    assert found.best in ("round_robin", "least_outstanding")
+    message = "by its name or file, with parameters like cache_aware:match_rate=0.5, not as a Built"
+    rule = tr.load_policy("cache_aware", match_rate=0.5)
+    for wrong in (
+        lambda: tr.simulate("demo", rule),
+        lambda: tr.compare("demo", [rule]),
+        lambda: tr.evaluate("demo", [rule]),
+    ):
+        with pytest.raises(tr.TailraceError, match=message):
+            wrong()
+
+
+def test_a_folder_may_be_a_string(tmp_path):
+    found = tr.evaluate(
+        "demo", "lmetric", against="round_robin", seeds=1, selection_seeds=1, requests=40,
+        folder=str(tmp_path), jobs=1,
+    )  # fmt: skip
+    assert {"lmetric", "round_robin"} <= set(found.to_arrow()["policy"].to_pylist())
+    assert (tmp_path / "cells").is_dir()
+
+
 def test_a_frame_without_pandas_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(tr.TailraceError, match=r"to_frame\(\) needs pandas; to_arrow\(\) does not"):

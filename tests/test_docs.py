@@ -129,6 +129,15 @@ def test_the_figure_that_policies_are_ranked_by_has_one_name():
     assert [p.name for p in texts if "composite cost" in p.read_text().lower()] == []
 
 
+def test_what_is_installed_is_the_clone():
+    """No index has the package, so its name alone installs nothing."""
+    examples = [p for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".ipynb", ".toml")]
+    for page in (*PAGES, *examples):
+        assert re.findall(r"pip install [^`\n]*\btailrace\b(?!-)[^`\n]*", page.read_text()) == [], (
+            page
+        )
+
+
 @each_page
 def test_every_make_target_exists(page: Path) -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))

@@ -41,6 +41,21 @@ AnyScenario = str | Path | Scenario
 DEFAULT_POLICY = registry.SHIPPED_NAME
 
 
+def _named(policy: str | Path) -> str:
+    """Return the name of a policy, which worker processes and results know it by."""
+    if not isinstance(policy, str | Path):
+        raise TailraceError(
+            "a policy is given by its name or file, with parameters like cache_aware:match_rate=0.5"
+            f", not as a {type(policy).__name__}"
+        )
+    return str(policy)
+
+
+def _several(names: "str | Path | Sequence[str | Path]") -> list[str]:
+    """Return names as a list; one name stands for itself."""
+    return [_named(name) for name in ([names] if isinstance(names, str | Path) else names)]
+
+
 class ResultTable:
     """A result that is also a table."""
 
@@ -156,15 +171,15 @@ def simulate(
     ``requests``: how many, instead of the scenario's. ``warmup``: share of the first requests that
     the summary leaves out.
     """
-    world = _sized(scenario, requests)
+    name, world = _named(policy), _sized(scenario, requests)
     rate = resolve_rate(world)
-    result = run(world, str(policy), rate, seed)
-    return Simulated(world, str(policy), seed, rate, summarise(result, warmup), result)
+    result = run(world, name, rate, seed)
+    return Simulated(world, name, seed, rate, summarise(result, warmup), result)
 
 
 def compare(
     scenario: AnyScenario = "",
-    policies: Sequence[str | Path] = (),
+    policies: str | Path | Sequence[str | Path] = (),
     *,
     seeds: int = 5,
     requests: int | None = None,
@@ -177,8 +192,8 @@ def compare(
     ``seeds``: how many tuning seeds. ``jobs``: processes, one per core by default; with more than
     one, call it below ``if __name__ == "__main__"`` in a script.
     """
-    world = with_capacity(_sized(scenario, requests))
-    names = [str(policy) for policy in policies] or default_policies(world)[0]
+    given, world = _several(policies), with_capacity(_sized(scenario, requests))
+    names = given or default_policies(world)[0]
     numbers = _tuning_seeds(seeds)
     found = comparisons.compare(
         world, names, numbers, jobs, reference=reference, warmup_fraction=warmup
@@ -188,14 +203,14 @@ def compare(
 
 def evaluate(
     scenario: AnyScenario | Sequence[AnyScenario] = "standard",
-    policies: Sequence[str | Path] = (DEFAULT_POLICY,),
+    policies: str | Path | Sequence[str | Path] = (DEFAULT_POLICY,),
     *,
-    against: Sequence[str] = ("rules",),
+    against: str | Sequence[str] = ("rules",),
     seeds: int = 20,
     selection_seeds: int = 5,
     requests: int | None = None,
     warmup: float = 0.1,
-    folder: Path | None = None,
+    folder: Path | str | None = None,
     jobs: int | None = None,
 ) -> Evaluated:
     """Measure policies against baselines on evaluation seeds, which nothing was chosen on.
@@ -205,14 +220,15 @@ def evaluate(
     tuned, learned, look-ahead, ordered, none). The best rules are chosen on ``selection_seeds``
     tuning seeds. ``folder`` keeps finished cells, to go on from.
     """
+    names, opponents = _several(policies), _several(against)
     label, worlds = "custom", _worlds(scenario)
     if isinstance(scenario, str) and scenario in suite.suite_names():
         label = scenario
     if requests is not None:
         worlds = [world.with_workload(requests=requests) for world in worlds]
     worlds = [with_capacity(world) for world in worlds]
-    tested = baselines.subjects([str(policy) for policy in policies], worlds[0])
-    everybody = baselines.gathered(tested, baselines.baselines_of(against, worlds[0]))
+    tested = baselines.subjects(names, worlds[0])
+    everybody = baselines.gathered(tested, baselines.baselines_of(opponents, worlds[0]))
     everybody, _ = suite.without_what_cannot_run(everybody, worlds)
     plan = suite.EvaluationPlan(
         label,
@@ -224,7 +240,7 @@ def evaluate(
         Measure(warmup),
     )
     with tempfile.TemporaryDirectory(prefix="tailrace-") as own:
-        return Evaluated(suite.evaluate(plan, (folder or Path(own)) / "cells", jobs=jobs))
+        return Evaluated(suite.evaluate(plan, Path(folder or own) / "cells", jobs=jobs))
 
 
 def recorded(
@@ -257,7 +273,7 @@ def recorded(
 def train(
     preset: str | Path = "quick",
     *,
-    folder: Path | None = None,
+    folder: Path | str | None = None,
     seed: int | None = None,
     scenarios: Sequence[str] = (),
     settings: dict[str, Any] | None = None,
@@ -278,7 +294,7 @@ def train(
     if scenarios:
         over |= {"scenarios": list(scenarios), "randomise": None}
     data = merged(train_settings.read(preset), over)
-    where = folder or Path("runs") / f"{data['name']}-{data.get('seed', 0)}"
+    where = Path(folder) if folder else Path("runs") / f"{data['name']}-{data.get('seed', 0)}"
     outcome = Trainer(where, train_settings.build(data), jobs or cores()).run()
     return Trained(where, outcome.best, outcome.best_score, outcome.best_rule, outcome.reference)
 

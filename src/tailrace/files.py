@@ -29,6 +29,16 @@ def check_target(path: Path, suffixes: tuple[str, ...]) -> None:
         raise TailraceError(f"cannot write {path}: no permission in folder {folder}")
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder to write to, and those above it, unless it is there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TailraceError(f"cannot make folder {path}: {error.strerror or error}") from None
+    if not os.access(path, os.W_OK):
+        raise TailraceError(f"cannot write to folder {path}: no permission")
+
+
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
     """Give a temporary path beside ``path``; moved there at the end, removed on an error."""

@@ -73,7 +73,7 @@ def pilot_of(folder: Path, tmp_path: Path, **given: Any) -> Pilot:
 
 @pytest.mark.parametrize(
     ("gap", "torch", "said"),
-    [(0.05, True, "nothing to fine-tune for"), (0.3, False, "pip install tailrace[train]")],
+    [(0.05, True, "nothing to fine-tune for"), (0.3, False, "pip install 'tailrace[train]'")],
 )
 def test_it_says_why_it_does_not_train(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gap: float, torch: bool,

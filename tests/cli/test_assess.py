@@ -93,6 +93,13 @@ def command_again(page):
     return shlex.split(html.unescape(re.sub(r"<[^>]+>", "", found[1])))
 
 
+def test_a_folder_that_cannot_be_made(refuse, log):
+    """For a user who may not write where the command runs, too."""
+    Path("file").write_text("")
+    message = refuse("assess", "--log", log, "-o", "file/assessment", *FEW)
+    assert message == "cannot make folder file/assessment: Not a directory"
+
+
 def test_servers_that_do_not_answer(refuse):
     """Said at once, not after every request has waited for them."""
     dead = ("http://127.0.0.1:1", "http://127.0.0.1:2")

@@ -6,13 +6,14 @@ import pytest
 from rich.console import Console
 
 from results import make_result
-from tailrace.config import Scenario
+from tailrace.config import Cluster, Replica, Scenario
 from tailrace.evaluate.judge.bootstrap import Interval
 from tailrace.evaluate.judge.compare import Comparison, Entry, averaged
 from tailrace.evaluate.measure.metrics import summarise
 from tailrace.sim.result import FAILED
 from tailrace.terminal.tables import (
     Column,
+    counted,
     fitted,
     number,
     print_columns,
@@ -25,6 +26,16 @@ def text(function, *args, width=120):
     console = Console(file=io.StringIO(), width=width, highlight=False)
     function(console, *args)
     return console.file.getvalue()
+
+
+def test_one_of_a_thing_is_not_several():
+    assert counted(1, "seed") == "1 seed"
+    assert counted(0, "policy", "policies") == "0 policies"
+    scenario = Scenario(cluster=Cluster(replicas=(Replica(),)))
+    summary = summarise(make_result(np.zeros(9), first=[1.0] * 9, finished=[2.0] * 9))
+    entry = Entry("random", Interval(1, 1, 1), summary, (summary,))
+    found = Comparison(scenario, 1.0, (3,), "random", (entry,))
+    assert "1 seed, 1 replica. Ranked" in " ".join(text(print_comparison, found).split())
 
 
 @pytest.fixture

@@ -153,7 +153,7 @@ class Pilot:
         if gap < LEAST_GAP:
             what += ": nothing to fine-tune for"
         elif not fine_tuning.is_possible():
-            what += ", but fine-tuning needs PyTorch (pip install tailrace[train])"
+            what += ", but fine-tuning needs PyTorch (pip install 'tailrace[train]')"
         else:
             what += ": fine-tuning begins"
             self._tuning.begin(twin, window, self._tuned_from(best), now)

@@ -122,7 +122,7 @@ def command(
         cluster = options.take_scenario({"config": config}).cluster
     from tailrace.assess import assessment as assessments
     from tailrace.evaluate.measure.runner import policy_for
-    from tailrace.files import dumps, write_text
+    from tailrace.files import dumps, make_folder, write_text
     from tailrace.replay import recorded as logs
     from tailrace.workload import traces
 
@@ -155,7 +155,7 @@ def command(
                 f"{log} has requests but no latencies, so it says nothing about your servers: "
                 "describe them with --cluster FILE (`tailrace calibrate` writes one)"
             )
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     cluster_file = config
     if cluster is not None:
         model = assessments.ServerModel(cluster)

@@ -126,6 +126,7 @@ def command(
             raise TailraceError("--vidur-args say what to train on, with --env vidur")
         env = "vidur"
     console.need("torch", "tensorboard", "gymnasium", extra="train", what="training")
+    from tailrace.files import make_folder
     from tailrace.integrations.rollout_sources import ROLLOUT_SOURCES
     from tailrace.learn import settings as s
     from tailrace.learn.trainer import Trainer
@@ -167,7 +168,7 @@ def command(
             table, notes = _for_own_vidur(data, vidur, file)
         chosen = s.build(data)
         if vidur.arguments:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(file.parent)
             traces.write(table, file)
         elif chosen.env == "vidur":
             notes = _vidur_notes(chosen.scenarios)

@@ -22,6 +22,7 @@ from tailrace.report.blocks import (
 )
 from tailrace.report.difference import differently
 from tailrace.report.tables import TIMES, Table, bounds_text, ratio_text
+from tailrace.terminal.tables import counted
 from tailrace.view.objective import E2E_WEIGHT, LATE_WEIGHT, LOST_COST_S, TTFT_WEIGHT
 
 #: With fewer seeds, bootstrap intervals have clearly less than their nominal coverage.
@@ -85,7 +86,7 @@ def content(results: Results, replays: Replays | None, method: Section) -> Repor
         subject=results.subject,
         title=f"{results.subject} on the suite {results.data.suite}"
         if results.data.suite != "custom"
-        else f"{results.subject} on {_count(len(results.grid.scenarios), 'scenario')}",
+        else f"{results.subject} on {counted(len(results.grid.scenarios), 'scenario')}",
         facts=_facts(results),
         tiles=_tiles(results, each),
         sentences=_sentences(results, each),
@@ -102,9 +103,9 @@ def _facts(results: Results) -> tuple[str, ...]:
     counts = sorted(set(data.requests.values()))
     requests = " to ".join(_thousands(n) for n in dict.fromkeys((counts[0], counts[-1])))
     return (
-        _count(len(results.grid.scenarios), "scenario"),
-        _count(len(results.grid.policies), "policy", "policies"),
-        f"{_count(len(data.seeds), f'{data.purpose} seed')}",
+        counted(len(results.grid.scenarios), "scenario"),
+        counted(len(results.grid.policies), "policy", "policies"),
+        f"{counted(len(data.seeds), f'{data.purpose} seed')}",
         f"{requests} requests per run",
     )
 
@@ -112,10 +113,6 @@ def _facts(results: Results) -> tuple[str, ...]:
 def _thousands(count: int) -> str:
     """A count with narrow spaces between thousands."""
     return f"{count:,}".replace(",", "\u202f")
-
-
-def _count(number_: int, one: str, many: str = "") -> str:
-    return f"{number_} {one if number_ == 1 else many or f'{one}s'}"
 
 
 def _tiles(results: Results, each: VersusBestOfEach) -> tuple[Tile, ...]:
@@ -228,14 +225,14 @@ def _scenarios(results: Results, each: VersusBestOfEach) -> Section:
     verdicts = each.verdicts
     seeds = len(results.data.seeds)
     least = min(1.0, 2.0 ** (1 - seeds) * len(verdicts))
-    few = f" With {_count(seeds, 'seed')} p cannot be below {least:.2g}." * (least > 0.05)
+    few = f" With {counted(seeds, 'seed')} p cannot be below {least:.2g}." * (least > 0.05)
     lead = (
         f"The best rule of each scenario was chosen among the rules that took part, on "
-        f"{_count(len(results.data.selection_seeds), 'tuning seed')}, then both met the same "
+        f"{counted(len(results.data.selection_seeds), 'tuning seed')}, then both met the same "
         f"requests. Hollow dots: the interval includes 1. With "
-        f"{_count(len(verdicts), 'comparison')}, p is adjusted (Holm) but intervals are not: about "
-        f"{(1 - CONFIDENCE) * len(verdicts):.1f} of {len(verdicts)} intervals miss the true value "
-        f"by chance.{few}"
+        f"{counted(len(verdicts), 'comparison')}, p is adjusted (Holm) but intervals are not: "
+        f"about {(1 - CONFIDENCE) * len(verdicts):.1f} of {len(verdicts)} intervals miss the true "
+        f"value by chance.{few}"
     )
     table = tables.scenarios(each)
     return Section("scenarios", "Scenario by scenario", (Words(lead), Tabular(table)))
@@ -316,7 +313,7 @@ def _played(results: Results, replays: Replays) -> list[Section]:
         words = (
             "The same traffic at other rates, up to "
             f"{_thousands(LOAD_REQUESTS)} requests at each load; means of "
-            f"{_count(len(replays.load_seeds), 'seed')} ({spans(replays.load_seeds)}). "
+            f"{counted(len(replays.load_seeds), 'seed')} ({spans(replays.load_seeds)}). "
             "Capacity is the throughput at saturation, measured with load_aware."
         )
         bare = _legend(results, "subject", "single", "reference")

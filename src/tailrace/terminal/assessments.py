@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tailrace.assess.assessment import Assessment, Estimate, Prospect
-from tailrace.terminal.tables import UNKNOWN, Column, number, print_columns
+from tailrace.terminal.tables import UNKNOWN, Column, counted, number, print_columns
 
 #: Policies in the table of the terminal, beside the present rule and tailrace; the page has all.
 SHOWN = 8
@@ -54,7 +54,7 @@ def _now(found: Assessment) -> str:
 
 def servers(found: Assessment) -> str:
     """Return how many servers there are."""
-    return f"{found.replicas} server{'s' * (found.replicas > 1)}"
+    return counted(found.replicas, "server")
 
 
 def _gain(found: Assessment) -> str:

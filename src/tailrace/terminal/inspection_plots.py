@@ -10,7 +10,7 @@ import numpy as np
 from tailrace.errors import TailraceError
 from tailrace.evaluate.explain.explain_state import StateExplanation
 from tailrace.evaluate.explain.inspect import Behaviour, Habit, Inspection
-from tailrace.files import check_target
+from tailrace.files import check_target, make_folder
 from tailrace.terminal.plots import PLOT_SUFFIXES, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def plot_inspection(
             axes.set_visible(False)
         save_figure(figure, path, dpi=120)
         return [path]
-    path.mkdir(exist_ok=True)
+    make_folder(path)
     written = []
     for name, draw in panels:
         figure = new_figure(7, 5)

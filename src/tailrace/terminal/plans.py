@@ -7,7 +7,7 @@ from rich.text import Text
 
 from tailrace.evaluate.search.sizing import Kind, Need, Trial, Wanted
 from tailrace.policy.registry import split_order
-from tailrace.terminal.tables import UNKNOWN, Column, number, print_columns
+from tailrace.terminal.tables import UNKNOWN, Column, counted, number, print_columns
 
 
 def print_plan(
@@ -40,8 +40,8 @@ def verdict(needs: Sequence[Need], wanted: Wanted) -> str:
     what = f"{number(workload.rate)} requests/s of {workload.name} within {aim}"
     first, others = needs[0], [need for need in needs[1:] if need.found is not None]
     if first.found is None:
-        return f"{first.policy} cannot serve {what} with {wanted.most} replicas."
-    text = f"{first.policy} serves {what} with {sum(first.found.counts)} replicas"
+        return f"{first.policy} cannot serve {what} with {counted(wanted.most, 'replica')}."
+    text = f"{first.policy} serves {what} with {counted(sum(first.found.counts), 'replica')}"
     best = min(others, key=lambda need: _price(need.found), default=None)
     if best is None:
         return f"{text}."
@@ -62,7 +62,7 @@ def saved_by_order(needs: Sequence[Need]) -> list[str]:
         alone, ordered = by_name.get(base), need.found
         if suffix and alone is not None and ordered is not None:
             counts = sum(alone.counts), sum(ordered.counts)
-            said.append(f"{base}: {counts[0]} replicas, with its order {counts[1]}.")
+            said.append(f"{base}: {counted(counts[0], 'replica')}, with its order {counts[1]}.")
     return said
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from tailrace.errors import TailraceError
 from tailrace.evaluate.judge.compare import Comparison, Entry
 from tailrace.files import atomic_path
+from tailrace.terminal.tables import counted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +50,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     rate = "" if comparison.rate_rps is None else f" at {comparison.rate_rps:.1f} requests/s"
     figure.suptitle(
         f"{comparison.scenario.name}: {comparison.scenario.workload.name}{rate} on "
-        f"{comparison.scenario.cluster.size} replicas, {len(comparison.seeds)} seeds",
+        f"{counted(comparison.scenario.cluster.size, 'replica')}, "
+        f"{counted(len(comparison.seeds), 'seed')}",
         fontsize=11,
     )
     save_figure(figure, path)

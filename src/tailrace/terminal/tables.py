@@ -149,6 +149,11 @@ def _two_decimals(ratio: float) -> str:
     return f"{ratio:.2f}" if ratio < 9.995 else number(ratio)
 
 
+def counted(number_: int, one: str, many: str = "") -> str:
+    """Return a number of things, as in "1 seed" and "5 seeds"."""
+    return f"{number_} {one if number_ == 1 else many or f'{one}s'}"
+
+
 def _comparison_note(comparison: Comparison) -> str:
     entry: Entry = comparison.entries[0]
     seeds = len(comparison.seeds)
@@ -156,9 +161,9 @@ def _comparison_note(comparison: Comparison) -> str:
         "own pace" if comparison.rate_rps is None else f"{number(comparison.rate_rps)} requests/s"
     )
     return (
-        f"{entry.mean.requests // seeds} requests at {pace}, {seeds} seed{'s' * (seeds > 1)}, "
-        f"{comparison.scenario.cluster.size} replicas. Ranked by latency cost, lowest first: the "
-        f"mean over requests of {_cost_formula()}. Relative: to {comparison.reference}."
+        f"{entry.mean.requests // seeds} requests at {pace}, {counted(seeds, 'seed')}, "
+        f"{counted(comparison.scenario.cluster.size, 'replica')}. Ranked by latency cost, lowest "
+        f"first: the mean over requests of {_cost_formula()}. Relative: to {comparison.reference}."
     )
 
 

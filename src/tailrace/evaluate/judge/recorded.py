@@ -18,7 +18,7 @@ from pydantic import Field
 from tailrace.config import Cluster, Replica, Scenario, Settings, Workload
 from tailrace.errors import TailraceError
 from tailrace.evaluate.measure.cells import source_digest
-from tailrace.files import dumps, write_text
+from tailrace.files import dumps, make_folder, write_text
 from tailrace.parallel import WorkerPool
 from tailrace.saturation import saturation_rps
 from tailrace.view.devices import num_blocks_of
@@ -100,7 +100,7 @@ def scenarios_of(
     found, skipped = find(folder)
     notes = [f"{s.path.relative_to(folder.parent)} was left out: {s.why}" for s in skipped]
     notes.insert(0, f"Recorded conversations of the half '{half}'.")
-    into.mkdir(parents=True, exist_ok=True)
+    make_folder(into)
     mine: list[Scenario] = []
     others: list[Scenario] = []
     wholes: list[Scenario] = []

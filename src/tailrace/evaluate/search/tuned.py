@@ -105,7 +105,7 @@ def save_predictor(
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        raise TailraceError("predict_greedy needs torch: pip install tailrace[train]") from None
+        raise TailraceError("predict_greedy needs torch: pip install 'tailrace[train]'") from None
 
     metrics: dict[str, float] = {}
 

@@ -89,5 +89,5 @@ def awaited(process: subprocess.Popen[str], pattern: str) -> str:
         found = re.search(pattern, line)
         if found:
             return found[1]
-    command = shlex.join(list(process.args)[3:])  # type: ignore[arg-type]
+    command = shlex.join(list(process.args)[3:4])  # type: ignore[arg-type]
     raise TailraceError(f"tailrace {command} ended with {process.wait()} before it was ready")

@@ -43,7 +43,7 @@ def take_objectives(params: dict[str, Any]) -> "tuple[ServiceObjective, ...]":
 @options.scenario_options
 @option(
     "-p", "--policy", default="load_aware", shell_complete=names.policies,
-    help="Router (see `tailrace policies`).",
+    help="Policy (see `tailrace policies`).",
 )  # fmt: skip
 @option("--seed", type=SEED, default=0, help="Seed of traffic and ties in the search.")
 @option(

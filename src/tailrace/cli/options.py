@@ -93,6 +93,16 @@ class SectionOption(click.Option):
         self.section = section
         self.advanced = advanced
 
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Return names and help: INTEGER, not INTEGER RANGE, and no range of a seed."""
+        record = super().get_help_record(ctx)
+        if record is None:
+            return None
+        names, text = record
+        seeds = f"{SEED.min}<=x<={SEED.max}]"
+        text = text.replace(f"; {seeds}", "]").replace(f"  [{seeds}", "")
+        return names.replace(" RANGE", ""), text
+
 
 class SectionedCommand(click.Command):
     """A command whose help page groups the options."""

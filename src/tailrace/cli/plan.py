@@ -20,7 +20,7 @@ USUAL = ("tailrace", "load_aware", "llm_d_sticky", "lmetric", "least_outstanding
 @options.scenario_options
 @option(
     "-p", "--policy", "policies", multiple=True, default=USUAL, shell_complete=names.policies,
-    help="Router to plan for; may be repeated. The saving is that of the first.",
+    help="Policy to plan for; may be repeated. The saving is that of the first.",
 )  # fmt: skip
 @option(
     "--kind", "kinds", multiple=True, metavar="DEVICE[*SPEED][=PRICE]",

@@ -21,7 +21,7 @@ USUAL = ("tailrace", "load_aware", "least_outstanding", "round_robin")
 )  # fmt: skip
 @option(
     "-p", "--policy", "policies", multiple=True, default=USUAL, shell_complete=names.policies,
-    help="Router to try; may be repeated (see `tailrace policies`).",
+    help="Policy to try; may be repeated (see `tailrace policies`).",
 )  # fmt: skip
 @option(
     "--replicas", metavar="N,...",

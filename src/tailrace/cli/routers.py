@@ -36,7 +36,7 @@ def router_options(who: str, listen: str) -> Callable[[F], F]:
         ),
         option(
             "-p", "--policy", metavar="NAME", shell_complete=names.policies,
-            help="Who chooses: a built-in rule, a .tailrace file or a .py file. "
+            help="Who chooses: a name (see `tailrace policies`), a .tailrace or a .py file. "
             "[default: tailrace]",
         ),
         option(

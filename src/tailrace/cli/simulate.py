@@ -12,7 +12,7 @@ from tailrace.config import Scenario
 @options.scenario_options
 @option(
     "-p", "--policy", default="least_outstanding", shell_complete=names.policies,
-    help="Router: a built-in rule, FILE.py or module:attribute (see `tailrace policies`).",
+    help="Policy: a name (see `tailrace policies`), e.g. tailrace, or a .tailrace or .py file.",
 )  # fmt: skip
 @option("--seed", type=SEED, default=0, help="Seed of traffic and ties.")
 @options.warmup

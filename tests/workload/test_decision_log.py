@@ -164,6 +164,7 @@ def _line(**changes: Any) -> str:
     ("lines", "message"),
     [
         (["{", _line()], "line 2: not JSON"),
+        (["[" * 9999, _line()], "line 2: nested too deeply"),
         (["[]"], "must be a JSON object"),
         ([_line(prompt_tokens="many")], "column prompt_tokens: must be a number"),
         ([_line(arrived=-1)], "column arrived: must be between"),
@@ -218,7 +219,7 @@ def test_half_a_last_line_is_what_a_killed_router_leaves(tmp_path: Path) -> None
 
 
 def test_an_empty_folder_and_a_damaged_archive(tmp_path: Path) -> None:
-    with pytest.raises(TailraceError, match="cannot read"):
+    with pytest.raises(TailraceError, match="is a folder without decision logs"):
         traces.read(tmp_path)
     path = tmp_path / "decisions-x.jsonl.gz"
     path.write_bytes(b"\x1f\x8bnothing")

@@ -164,6 +164,12 @@ def test_unsorted_files_are_sorted_on_request_with_their_parents(tmp_path: Path)
     assert trace.table.rows["prompt_tokens"].tolist() == [6, 5, 7]
     assert trace.table.rows["parent"].tolist() == [-1, -1, 1]
     assert trace.table.runs["segment"].tolist() == [2, 1, 1]
+    path.write_text(f"{HEADER}\n5,5,1,-1,1:5\n1,6,1,99,2:6\n")
+    with pytest.raises(TailraceError, match="line 3: there is no row 99"):
+        traces.read(path, sort=True)
+    path.write_text(f"{HEADER}\n5,5,1,-1,1:5\n1,6,1,0,2:6\n")
+    with pytest.raises(TailraceError, match="line 3: its parent must stand above it"):
+        traces.read(path, sort=True)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +197,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path.write_bytes(b"prompt_tokens,output_tokens\n1,\xff\n")
     with pytest.raises(TailraceError, match=r"bad\.csv"):
         traces.read(path)
-    path.write_bytes(b'{"timestamp": 0, "x": "\xff"}\n')
+    path.write_bytes(b'{"timestamp": 0, "input_length": 5, "x": "\xff"}\n')
     with pytest.raises(TailraceError, match=r"bad\.csv, line 1 is not text"):
         traces.read(path)
 
@@ -199,7 +205,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
 def test_missing_files_and_unknown_formats(tmp_path: Path) -> None:
     with pytest.raises(TailraceError, match=r"cannot read .*none\.csv: No such file"):
         traces.read(tmp_path / "none.csv")
-    with pytest.raises(TailraceError, match=r"cannot read .*directory"):
+    with pytest.raises(TailraceError, match="is a folder without decision logs"):
         traces.read(tmp_path)
     with pytest.raises(TailraceError, match="unknown trace format 'azur'; did you mean azure"):
         traces.read(tmp_path / "x.csv", "azur")
@@ -239,3 +245,30 @@ def test_parquet_mistakes_are_named(tmp_path: Path) -> None:
     path.write_bytes(b"PAR1 and then nothing of the kind")
     with pytest.raises(TailraceError, match=r"bad\.parquet is not a Parquet file"):
         traces.read(path)
+
+
+@pytest.mark.parametrize("tenant", ["²", "9" * 30, "9" * 5000])
+def test_odd_numbers_of_tenants(tenant: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(f"prompt_tokens,output_tokens,tenant\n1,2,{tenant}\n")
+    if tenant == "²":
+        assert traces.read(path).table.rows["tenant"].tolist() == [0]  # a name
+        return
+    with pytest.raises(TailraceError, match="column tenant: must be a name or a number below"):
+        traces.read(path)
+
+
+def test_odd_columns_of_parquet_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.parquet"
+    with pytest.raises(TailraceError, match="column tenant: must be names or numbers"):
+        traces.read(parquet(path, prompt_tokens=[1], output_tokens=[1], tenant=[[1]]))
+    runs = {"run_segments": [[-5]], "run_tokens": [[1]]}
+    with pytest.raises(TailraceError, match="row 0, column run_segments: segments are numbers"):
+        traces.read(parquet(path, prompt_tokens=[1], output_tokens=[1], **runs))
+
+
+def test_a_line_of_megabytes(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    runs = " ".join(f"{k}:1" for k in range(400_000))
+    path.write_text(f"prompt_tokens,output_tokens,runs\n400000,2,{runs}\n1,1,5:1\n")
+    assert traces.read(path).table.rows["run_count"].tolist() == [400_000, 1]

@@ -1,5 +1,6 @@
 """Importers of public formats, on made-up samples."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -253,3 +254,38 @@ def test_runs_share_exactly_what_blocks_share(prompts: list[tuple[list[int], int
             same_blocks = naive.shared_tokens(prompts[a][0], prompts[b][0])
             expected = min(same_blocks * block, lengths[a], lengths[b]) if same_blocks else 0
             assert naive.shared_tokens(*tokens) == expected
+
+
+@pytest.mark.parametrize("fake", [{"list": 99}, {"list": -1}, {"list": True}, {"list": 0}, 7])
+def test_ids_that_are_no_list(fake: object, tmp_path: Path) -> None:
+    with pytest.raises(TailraceError, match="line 1, column hash_ids: must be a list of whole"):
+        traces.read(mooncake(tmp_path, record(0, 1024, fake)))
+
+
+@pytest.mark.parametrize("kept", [2, 11, 15, 30])
+def test_a_cut_gzip_file_is_named(kept: int, tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv.gz"
+    path.write_bytes(gzip.compress(AZURE.encode())[:kept])
+    for format_ in ("auto", "azure"):
+        with pytest.raises(TailraceError, match="is not a whole gzip file"):
+            traces.read(path, format_)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"x" * 200_000, "is not a CSV file"),
+        (b"prompt_tokens,output_tokens\r1,2\r", "is not a CSV file"),
+        (b'[{"input_length": 5}]', "is a JSON list; write each of its objects to a line"),
+        (b'{"conversations": []}', "has JSON of no known format: mooncake"),
+        (b"a,b\n\xff\n1,2,3\n", "line 2: 1 columns, but the header has 2"),
+    ],
+)
+def test_files_of_other_kinds(
+    content: bytes, complaint: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(content)
+    with pytest.raises(TailraceError, match=complaint):
+        traces.read(path, "csv" if content.startswith(b"a,b") else "auto")
+    assert "Traceback" not in capfd.readouterr().err

@@ -102,6 +102,8 @@ def is_recorded(path: Path) -> bool:
         raise TailraceError(
             f"{path} is a folder without a decision log (decisions-*.jsonl)"
         ) from None
+    except traces.UnknownJsonError:
+        return False
     except OSError as error:
         raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
 

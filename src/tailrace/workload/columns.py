@@ -2,8 +2,10 @@
 
 import csv
 import io
+import re
+import zlib
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import pyarrow as pa
@@ -18,6 +20,10 @@ from tailrace.workload.formats.unpack import is_gzip, opened, read_bytes
 MAX_TOKENS = 2**24
 #: Largest accepted time, s (1 000 years). A larger number is a time in ms, or a typing error.
 MAX_TIME_S = 3.2e10
+#: Longest line of a CSV file, bytes.
+_LONGEST_LINE = 1 << 26
+#: What Arrow says of a row with too few or too many columns: its number, from 1, and both counts.
+_BAD_ROW = re.compile(r"Row #(\d+): Expected (\d+) columns, got (\d+)")
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -138,29 +144,22 @@ def read_text(path: Path) -> Sheet:
     twice = {name for name in header if header.count(name) > 1}
     if twice:
         raise TailraceError(f"{path}, line 1: column {min(twice)} stands there twice")
-    bad: list[pa_csv.InvalidRow] = []
-
-    def remember(row: pa_csv.InvalidRow) -> Literal["error"]:
-        bad.append(row)
-        return "error"
-
     try:
         table = pa_csv.read_csv(
             io.BytesIO(read_bytes(path)) if is_gzip(path) else path,
             # Rows have numbers only when they are read by one thread.
-            read_options=pa_csv.ReadOptions(use_threads=False),
-            parse_options=pa_csv.ParseOptions(invalid_row_handler=remember),
+            read_options=pa_csv.ReadOptions(use_threads=False, block_size=_LONGEST_LINE),
             convert_options=pa_csv.ConvertOptions(
                 column_types={name: pa.string() for name in _raw_header(path)},
                 strings_can_be_null=False,
             ),
         )
     except pa.ArrowInvalid as error:
+        bad = _BAD_ROW.search(str(error))
         if bad:
-            line = _physical_line(path, bad[0].number or 0)
+            line = _physical_line(path, int(bad[1]))
             raise TailraceError(
-                f"{path}, line {line}: {bad[0].actual_columns} columns, "
-                f"but the header has {bad[0].expected_columns}"
+                f"{path}, line {line}: {bad[3]} columns, but the header has {bad[2]}"
             ) from None
         raise TailraceError(f"{path} is not a CSV file: {error}") from None
     if table.num_rows == 0:
@@ -193,6 +192,10 @@ def _raw_header(path: Path) -> list[str]:
                     return _split(line.decode("utf-8-sig").rstrip("\r\n"))
     except UnicodeDecodeError:
         raise TailraceError(f"{path}, line 1 is not text (UTF-8)") from None
+    except csv.Error as error:
+        raise TailraceError(f"{path} is not a CSV file: {error}") from None
+    except (EOFError, zlib.error) as error:
+        raise TailraceError(f"{path} is not a whole gzip file: {error}") from None
     raise TailraceError(f"{path} is empty")
 
 

@@ -65,9 +65,13 @@ def is_log(start: bytes) -> bool:
     return _MARK in start.partition(b"\n")[0].replace(b" ", b"")
 
 
+#: Names of the files in a folder of logs; packed ones end in .gz too.
+PATTERN = "decisions-*.jsonl"
+
+
 def files(folder: Path) -> list[Path]:
     """Return the logs in a folder, oldest first; empty if it is not a folder."""
-    return sorted(p for end in ("", ".gz") for p in folder.glob(f"decisions-*.jsonl{end}"))
+    return sorted(p for end in ("", ".gz") for p in folder.glob(f"{PATTERN}{end}"))
 
 
 def read(path: Path) -> Imported:
@@ -176,6 +180,8 @@ def records(path: Path, since: float = 0.0) -> Iterator[tuple[str, int, dict[str
                 # A router that was killed leaves half a line, but only as the last one.
                 last_error = f"{where}: not JSON ({error})"
                 continue
+            except RecursionError:
+                raise TailraceError(f"{where}: nested too deeply") from None
             if not isinstance(data, dict):
                 raise TailraceError(f"{where}: must be a JSON object")
             if data.get("tailrace") == "decisions":

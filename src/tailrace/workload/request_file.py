@@ -35,6 +35,8 @@ _WHOLE = {
     "parent": (-1, 2**31 - 1),
     "priority": (-(2**31), 2**31 - 1),
 }
+#: Largest number of a segment of content.
+_LAST_SEGMENT = 10**18 - 1
 #: Number of the customer, or a name for it, which is numbered by first appearance.
 _TENANT = "tenant"
 #: Order in which columns are written.
@@ -147,10 +149,14 @@ def _lists(offsets: Ints, values: Any) -> Any:
 
 def _tenants(sheet: Sheet) -> Ints:
     """Return the number of each row's tenant [n], -1: unknown."""
-    raw = sheet.raw(_TENANT).cast(pa.string()).fill_null("")
+    try:
+        raw = sheet.raw(_TENANT).cast(pa.string()).fill_null("")
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise TailraceError(f"{sheet.path}, column {_TENANT}: must be names or numbers") from None
     texts = [text.strip() for text in raw.to_pylist()]
-    if all(text in ("", "-1") or text.isdigit() for text in texts):
-        numbers = np.array([int(text or -1) for text in texts], np.int64)
+    if all(text in ("", "-1") or (text.isascii() and text.isdigit()) for text in texts):
+        short = (text.lstrip("0")[:11] or "0" if text else "-1" for text in texts)
+        numbers = np.array([int(text) for text in short], np.int64)
         sheet.refuse(numbers >= 2**31, _TENANT, "must be a name or a number below 2**31, got {}")
         return numbers
     known: dict[str, int] = {}
@@ -172,6 +178,11 @@ def _parse_runs(sheet: Sheet, rows: NDArray[np.void]) -> NDArray[np.void]:
     if bad.any():
         at = int(np.argmax(bad))
         sheet.fail(int(owner[at]), column, f"a run of {tokens[at]} tokens")
+    bad = (segment < 0) | (segment > _LAST_SEGMENT)
+    if bad.any():
+        at = int(np.argmax(bad))
+        what = f"segments are numbers from 0 to {_LAST_SEGMENT}, got {segment[at]}"
+        sheet.fail(int(owner[at]), "runs" if sheet.is_text else "run_segments", what)
     total = np.bincount(owner, weights=tokens, minlength=len(rows))
     wrong = (count > 0) & (total != rows["prompt_tokens"])
     if wrong.any():

@@ -38,7 +38,8 @@ class Imported(NamedTuple):
 
 def session_key(name: str) -> int:
     """Return 64 bits that stand for a session's id, in whichever file it occurs."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+    text = name.encode(errors="surrogatepass")  # JSON can name half a character
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def session_keys(names: Collection[str]) -> Keys:

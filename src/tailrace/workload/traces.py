@@ -37,6 +37,10 @@ FORMATS = (*(*_CSV_READERS, "mooncake", "sessions", "weka", "access_log", "parqu
 _MAY_BE_UNSORTED = ("vidur", "sessions")
 
 
+class UnknownJsonError(TailraceError):
+    """A file holds JSON of no format that is known."""
+
+
 @dataclass(frozen=True)
 class Trace:
     """A table read from a file, and what happened on the way."""
@@ -94,6 +98,11 @@ def read(
         else:
             sheet = read_text(path)
             imported = _CSV_READERS[found][0](sheet)
+    except IsADirectoryError:
+        raise TailraceError(
+            f"{path} is a folder without decision logs ({decision_log.PATTERN}) or Claude Code "
+            "sessions (*.json, *.jsonl); name a file"
+        ) from None
     except OSError as error:
         raise TailraceError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -132,8 +141,13 @@ def detect(path: Path) -> str:
     start = head(path)
     if start.startswith(b"PAR1"):
         return "parquet"
-    if start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-        return _detect_json(start)
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"{"):
+        return _detect_json(path, text)
+    if text.startswith(b"["):
+        raise TailraceError(
+            f"{path} is a JSON list; write each of its objects to a line of its own"
+        )
     header = header_of(path)
     for name, (_, columns) in _CSV_READERS.items():
         if all(column in header for column in columns):
@@ -144,15 +158,20 @@ def detect(path: Path) -> str:
     )
 
 
-def _detect_json(start: bytes) -> str:
+def _detect_json(path: Path, start: bytes) -> str:
     """Return the format of a JSON file that begins like this."""
     if weka.is_session(start):
         return "weka"
-    if b'"input_length"' in start and b'"session_id"' in start:
-        return "sessions"
-    if b'"input_length"' not in start and access_log.is_log(start):
+    if b'"input_length"' in start:
+        return "sessions" if b'"session_id"' in start else "mooncake"
+    if access_log.is_log(start):
         return "access_log"
-    return "mooncake"
+    raise UnknownJsonError(
+        f"{path} has JSON of no known format: mooncake (input_length, output_length, timestamp), "
+        "sessions (the same with session_id), weka (block_size, requests with hash_ids), "
+        "access_log (prompt_tokens and completion_tokens, or other names of them); "
+        "--format says which one it is"
+    )
 
 
 def _in_order(
@@ -176,12 +195,18 @@ def _in_order(
                 "sort the file by arrival, or let `tailrace workload import --sort` do it"
             )
         order = np.argsort(arrival_s, kind="stable")
+        outside = table.rows["parent"] >= len(table)
+        if outside.any():
+            row = int(np.argmax(outside))
+            raise TailraceError(
+                f"{path}, {where(row)}: there is no row {table.rows['parent'][row]}"
+            )
         table = reorder(table, order)
     if found not in ("csv", "parquet"):
         table.rows["arrival_s"] -= table.rows["arrival_s"][0]
     try:
         table.validate()
     except RowError as error:
-        place = where(error.row) if order is None else f"request {error.row}"
+        place = where(error.row if order is None else int(order[error.row]))
         raise TailraceError(f"{path}, {place}: {error.what}") from None
     return table, order

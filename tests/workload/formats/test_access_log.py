@@ -104,3 +104,18 @@ def test_tenants_of_our_own_files(tmp_path: Path) -> None:
         "arrival_s,tenant,prompt_tokens,output_tokens\n0,red,5,6\n1,blue,5,6\n2,red,5,6\n"
     )
     assert traces.read(path).table.rows["tenant"].tolist() == [0, 1, 0]
+
+
+def test_odd_texts(tmp_path: Path) -> None:
+    one = {"time": 5, "prompt_tokens": 3, "completion_tokens": 2, "status": 200.0}
+    trace = traces.read(save(tmp_path, {**one, "session_id": "\ud800", "user": "\udfff"}))
+    assert trace.session_keys is not None
+    with pytest.raises(TailraceError, match="column prompt_tokens: must be a number"):
+        traces.read(save(tmp_path, {**one, "prompt_tokens": "²"}))
+
+
+def test_times_more_than_a_thousand_years_apart(tmp_path: Path) -> None:
+    one = {"prompt_tokens": 3, "completion_tokens": 2}
+    lines = ({**one, "time": "2024-01-01"}, {**one, "time": "0001-01-01"})
+    with pytest.raises(TailraceError, match="lines 2 and 1: more than a thousand years apart"):
+        traces.read(save(tmp_path, *lines))

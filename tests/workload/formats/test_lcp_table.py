@@ -85,3 +85,33 @@ def test_a_packed_table_is_the_same(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path, line: str, what: str) -> None:
     with pytest.raises(TailraceError, match=what):
         traces.read(save(tmp_path, HEAD + line))
+
+
+def test_prompts_share_through_a_request_that_was_left_out(tmp_path: Path) -> None:
+    lines = (
+        "a,0,main,0,m,192,10,3,0,-1,,1,\n"
+        "a,1,main,5,m,320,0,5,3,0,,,\n"  # no output
+        "a,2,main,9,m,384,10,6,5,1,,,\n"
+        "a,3,main,12,m,384,10,6,5,1,,,\n"
+    )
+    table = traces.read(save(tmp_path, HEAD + lines)).table
+    assert repeated_tokens(table).tolist() == [0, 3 * 64, 5 * 64]
+
+
+def test_prompts_share_with_a_request_above_that_was_sent_later(tmp_path: Path) -> None:
+    lines = (
+        "a,0,main,0,m,192,10,3,0,-1,,1,\n"
+        "a,1,main/1,9,m,320,10,5,3,0,,,\n"
+        "a,2,main,7,m,384,10,6,5,1,,,\n"
+    )
+    table = traces.read(save(tmp_path, HEAD + lines)).table
+    assert table.rows["prompt_tokens"].tolist() == [192, 384, 320]
+    assert repeated_tokens(table).tolist() == [0, 3 * 64, 5 * 64]
+
+
+@pytest.mark.parametrize("of", [0, 7])
+def test_prompts_refer_to_requests_above(of: int, tmp_path: Path) -> None:
+    line = f"a,0,main,0,m,192,10,3,3,{of},,1,\n"
+    complaint = f"line 2, column lcp_of_request: request {of} does not stand above it"
+    with pytest.raises(TailraceError, match=complaint):
+        traces.read(save(tmp_path, HEAD + line))

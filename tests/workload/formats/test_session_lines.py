@@ -118,3 +118,16 @@ def test_a_small_file_that_unpacks_to_a_large_one_is_refused(
     path.write_bytes(gzip.compress(json.dumps(SESSIONS[0]).encode() + b"\n" * 1_000_000))
     with pytest.raises(TailraceError, match="more than 10000 bytes unpacked; split it"):
         traces.read(path, format="sessions")
+
+
+def test_sessions_that_do_not_say_when_they_began_beside_others_that_do(tmp_path: Path) -> None:
+    path = save(tmp_path, line("a", 150, [0, 1, 2], timestamp=90_000), line("b", 150, [0, 1, 2]))
+    with pytest.raises(TailraceError, match="line 2, column timestamp: is missing"):
+        traces.read(path)
+    rows = traces.read(path, session_gap_s=30.0).table.rows
+    assert rows["arrival_s"].tolist() == [0, 60]
+
+
+def test_an_id_with_half_a_character(tmp_path: Path) -> None:
+    trace = traces.read(save(tmp_path, line("\ud800", 150, [0, 1, 2])))
+    assert trace.session_keys is not None

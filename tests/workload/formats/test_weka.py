@@ -177,3 +177,32 @@ def test_a_table_with_branches_is_written_and_read_again(tmp_path: Path) -> None
     again = traces.read(tmp_path / "out.parquet").table
     assert (again.rows == table.rows).all()
     assert np.array_equal(again.runs, table.runs)
+
+
+LARGE = 2**63 - 1
+
+
+@pytest.mark.parametrize("ids", [[LARGE, 2, 2**62], [-1, -2, -3]])
+def test_ids_of_a_session_can_be_any_numbers(ids: list[int], tmp_path: Path) -> None:
+    sizes = {"tool_tokens": None, "system_tokens": None}
+    one = [request(0, ids), request(9, ids)]
+    path = save(tmp_path, *(session(*one, id=f"s{k}", **sizes) for k in range(3)))
+    table = traces.read(path, session_gap_s=100.0).table
+    assert repeated_tokens(table).tolist() == [0, 192] * 3  # sessions share nothing
+
+
+def test_ids_of_all_sessions(tmp_path: Path) -> None:
+    sizes = {"tool_tokens": None, "system_tokens": None}
+    path = save(
+        tmp_path,
+        session(request(0, [1, 2, 3]), id="own", **sizes),
+        session(request(0, [1, 2, LARGE]), id="a", hash_id_scope="global", **sizes),
+        session(request(0, [1, 2, 9]), id="b", hash_id_scope="global", **sizes),
+    )
+    table = traces.read(path, session_gap_s=100.0).table
+    assert repeated_tokens(table).tolist() == [0, 0, 128]
+
+
+def test_an_id_with_half_a_character(tmp_path: Path) -> None:
+    trace = traces.read(save(tmp_path, session(request(0, [1, 2]), id="\ud800")))
+    assert trace.session_keys is not None

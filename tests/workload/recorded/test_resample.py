@@ -93,3 +93,12 @@ def test_a_night_counts_as_an_hour() -> None:
 def test_any_rate_and_a_single_request_will_do(rate: float) -> None:
     table = RequestTable.build(np.zeros(1), np.full(1, 9), np.full(1, 9))
     assert len(ConversationPool(table).draw(50, rate, seed=6)) == 50
+
+
+def test_copies_of_segments_with_large_numbers_stay_apart() -> None:
+    small = chats(count=3, turns=4)
+    large = RequestTable(small.rows, small.runs.copy())
+    large.runs["segment"] += 10**18 - 10
+    for seed in (1, 2):
+        a, b = (ConversationPool(table).draw(200, 5.0, seed) for table in (small, large))
+        assert repeated_tokens(a).tolist() == repeated_tokens(b).tolist()

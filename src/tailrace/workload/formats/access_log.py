@@ -81,6 +81,11 @@ def read(path: Path) -> Imported:
     rows = blank_rows(len(found))
     arrival_s, prompt, output_tokens, sessions, tenants, numbers = zip(*found, strict=True)
     rows["arrival_s"] = np.array(arrival_s) - arrival_s[0]
+    if rows["arrival_s"][-1] > MAX_TIME_S:
+        raise TailraceError(
+            f"{path}, lines {numbers[0]} and {numbers[-1]}: more than a thousand years apart; "
+            "correct the times or take the line out"
+        )
     rows["prompt_tokens"], rows["output_tokens"] = prompt, output_tokens
     rows["session"], rows["turn"] = _numbered(sessions)
     rows["tenant"], _ = _numbered(tenants)
@@ -105,7 +110,8 @@ def _answered(data: dict[str, Any]) -> bool:
     status = _field(data, STATUS)
     if status is None:
         return True
-    text = str(status).lower()
+    whole = isinstance(status, float) and status.is_integer()
+    text = str(int(status) if whole else status).lower()
     return text.startswith("2") if text.isdigit() else text in ("success", "ok", "completed")
 
 
@@ -113,7 +119,7 @@ def _tokens(where: str, names: tuple[str, ...], value: Any) -> int:
     name = names[0]
     if value is None:
         raise TailraceError(f"{where}: there is no field for {name}; known: {', '.join(names)}")
-    if isinstance(value, str) and value.isdigit():
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         value = int(value)
     return int(checked_number(where, {name: value}, name, 1, MAX_TOKENS, whole=True))
 

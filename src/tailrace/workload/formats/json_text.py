@@ -60,14 +60,19 @@ class BlockLists:
             )
         return ids[: int(counts.sum())], counts
 
+    def rank(self) -> Ints:
+        """Put in the place of each id its rank among all distinct ids; return these [d]."""
+        distinct, self._ids = np.unique(self._ids, return_inverse=True)
+        return distinct
+
     def of(self, where: str, record: dict[str, Any]) -> Ints:
         """Return the block ids [b] of a record; none if it has no such list."""
         found = record.get("hash_ids")
         if not found:
             return self._ids[:0]
-        if not isinstance(found, dict) or not isinstance(found.get("list"), int):
+        k = found.get("list") if isinstance(found, dict) else None
+        if type(k) is not int or not 0 <= k < len(self.counts):
             raise TailraceError(f"{where}, column hash_ids: must be a list of whole numbers")
-        k = found["list"]
         return self._ids[self._first[k] : self._first[k] + self.counts[k]]
 
 

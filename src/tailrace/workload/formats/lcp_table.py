@@ -40,6 +40,7 @@ def parse(sheet: Sheet) -> Imported:
     found = AgentRows(0.0)
     parts: list[Ints] = []  # lines of each session that became rows
     for lines in _sessions(names):
+        prefix.number(lines)
         found.begin_session(names[int(lines[0])])
         of_lane: dict[str, Lane] = {}
         kept = lines[output[lines] > 0]
@@ -101,6 +102,7 @@ class _Prefixes:
         self._number = sheet.ints("request", 0, 2**31 - 1)
         self._of = sheet.ints(REFERENCE, -1, 2**31 - 1)
         self._sheet = sheet
+        self._ids: dict[int, Ints] = {}
         sheet.refuse(self._blocks > -(-prompt // block), f"blocks{block}", "{} exceed the prompt")
         sheet.refuse(self._shared > self._blocks, "lcp_blocks", "{} are more than the prompt has")
 
@@ -109,7 +111,7 @@ class _Prefixes:
         found = []
         row = run = segment = 0
         for lines in parts:
-            ids = self._ids(lines)
+            ids = [self._ids.pop(line) for line in lines.tolist()]
             own = rows[row : row + len(lines)]
             counts = np.array([len(one) for one in ids], np.int64)
             flat = np.concatenate(ids) if ids else np.zeros(0, np.int64)
@@ -124,21 +126,24 @@ class _Prefixes:
             found.append(runs)
         return np.concatenate(found) if found else no_runs()
 
-    def _ids(self, lines: Ints) -> list[Ints]:
-        """Return the block ids of the prompts of a session, which mean something within it."""
-        ids: list[Ints] = []
+    def number(self, lines: Ints) -> None:
+        """Give the blocks of a session's prompts ids, which mean something within it.
+
+        ``lines`` in the order of the file, also of requests that are left out.
+        """
         by_number: dict[int, Ints] = {}
         fresh = 0
         for line in lines.tolist():
             shared, of = int(self._shared[line]), int(self._of[line])
             start = np.zeros(0, np.int64)
             if shared and of >= 0:
-                # What it shares with a request that was left out is its own.
-                start = by_number.get(of, start)[:shared]
-                if 0 < len(start) < shared:
+                if of not in by_number:
+                    what = f"request {of} does not stand above it in its session"
+                    self._sheet.fail(line, REFERENCE, what)
+                start = by_number[of][:shared]
+                if len(start) < shared:
                     self._sheet.fail(line, "lcp_blocks", f"request {of} has fewer blocks")
             new = int(self._blocks[line]) - len(start)
-            ids.append(np.concatenate([start, np.arange(fresh, fresh + new)]))
+            self._ids[line] = np.concatenate([start, np.arange(fresh, fresh + new)])
             fresh += new
-            by_number[int(self._number[line])] = ids[-1]
-        return ids
+            by_number[int(self._number[line])] = self._ids[line]

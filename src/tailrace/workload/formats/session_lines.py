@@ -36,6 +36,7 @@ def read(
     numbers: list[int] = []
     columns: list[tuple[float, float, int, int, int, int, int]] = []
     last: dict[str, tuple[int, int, int]] = {}  # row, number of the session, turn
+    untimed = ""  # place of the first session that does not say when it began
     timed = False
     for number, where, data in lines(path, lists.rest):
         if "input_length" not in data and "block_size" in data:
@@ -57,11 +58,18 @@ def read(
         elif before >= 0:
             think_s = _delay_s(where, data)
             arrival_s = columns[before][0] + think_s
+        elif not untimed:
+            untimed = where
         columns.append((arrival_s, think_s, prompt, output, before, session, turn + 1))
         ids.append(lists.of(where, data))
         numbers.append(number)
     if not columns:
         raise TailraceError(f"{path} has no requests")
+    if timed and untimed and session_gap_s is None:
+        raise TailraceError(
+            f"{untimed}, column timestamp: is missing, though other sessions have one; "
+            "--session-gap begins those without one at a distance of so many seconds"
+        )
     rows = blank_rows(len(columns))
     for name, values in zip(
         ("arrival_s", "think_s", "prompt_tokens", "output_tokens", "parent", "session", "turn"),

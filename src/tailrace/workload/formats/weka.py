@@ -12,7 +12,7 @@ sub-agents are the same for every sub-agent of a type.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,6 +67,13 @@ def read(path: Path, session_gap_s: float | None = None, only: Sequence[Path] = 
     return imported._replace(has_arrivals=session_gap_s is not None or reader.rows.sessions == 1)
 
 
+class _Numbers(NamedTuple):
+    """What a session's ids, given by rank, are called among those of all sessions."""
+
+    first: int  # number of rank 0, and so on
+    known: Ints | None  # [d] instead, where ids mean the same in all sessions
+
+
 class _Reader:
     """Collects the requests of many sessions."""
 
@@ -75,20 +82,27 @@ class _Reader:
         self._ids: list[Ints] = []  # block ids of each request, the same in all sessions
         self._block = 0
         self._next_id = 0
+        self._known: dict[int, int] = {}  # numbers of ids that mean the same in all sessions
         self._kinds: dict[str, int] = {}
         self._skipped = 0
 
     def read_file(self, path: Path) -> None:
         text = read_bytes(path)
         lists = BlockLists(path, text)
+        ids = lists.rank()
         if path.name.removesuffix(".gz").endswith(".jsonl"):
             for number, where, data in lines(path, lists.rest):
-                self._read_session(where, data, lists, f"{path.name} {number}")
+                self._read_session(where, data, lists, ids, f"{path.name} {number}")
         else:
-            self._read_session(str(path), parse(str(path), lists.rest), lists, path.name)
+            self._read_session(str(path), parse(str(path), lists.rest), lists, ids, path.name)
 
-    def _read_session(self, where: str, data: dict[str, Any], lists: BlockLists, name: str) -> None:
-        """Read a session; ``name`` tells it from others if it has no id of its own."""
+    def _read_session(
+        self, where: str, data: dict[str, Any], lists: BlockLists, ids: Ints, name: str
+    ) -> None:
+        """Read a session; ``name`` tells it from others if it has no id of its own.
+
+        ``ids`` [d]: what the ranks in ``lists`` stand for.
+        """
         block = int(checked_number(where, data, "block_size", 1, MAX_TOKENS, whole=True))
         if self._block not in (0, block):
             raise TailraceError(
@@ -96,16 +110,31 @@ class _Reader:
                 "import them one by one"
             )
         self._block = block
-        offset = self._next_id if data.get("hash_id_scope", "local") == "local" else 0
+        first, known = self._next_id, None
+        if data.get("hash_id_scope", "local") == "local":
+            self._next_id += len(ids)
+        else:
+            known = self._of_all_sessions(ids)
         self.rows.begin_session(str(data.get("id") or name))
-        self._read_lane(where, data, lists, offset, _MAIN, Lane([]))
+        self._read_lane(where, data, lists, _Numbers(first, known), _MAIN, Lane([]))
+
+    def _of_all_sessions(self, ids: Ints) -> Ints:
+        """Return numbers [d] of ids that mean the same in every session that has them."""
+        found = []
+        for one in ids.tolist():
+            number = self._known.get(one)
+            if number is None:
+                number = self._known[one] = self._next_id
+                self._next_id += 1
+            found.append(number)
+        return np.array(found, np.int64)
 
     def _read_lane(
         self,
         where: str,
         data: dict[str, Any],
         lists: BlockLists,
-        offset: int,
+        numbers: "_Numbers",
         kind: str,
         lane: Lane,
     ) -> None:
@@ -123,12 +152,12 @@ class _Reader:
                 branch = Lane([], *lane.parent_at(at_s), shift_s=_shift_s(entry, at_s))
                 lane.branched = True
                 agent = f"{_SUB_AGENT} {entry.get('subagent_type')}"
-                self._read_lane(place, entry, lists, offset, agent, branch)
+                self._read_lane(place, entry, lists, numbers, agent, branch)
             elif entry.get("out") == 0:
                 self._skipped += 1
             else:
                 self.rows.add(lane, _request(place, entry, own[k], self._block, lane.shift_s))
-                self._ids.append(self._global(own[k], offset, shared))
+                self._ids.append(_global(own[k], numbers, shared))
 
     def _shared(
         self, where: str, data: dict[str, Any], kind: str, own: list[Ints]
@@ -149,17 +178,6 @@ class _Reader:
         base = -1 - number * _SHARED_RANGE
         return max(set(firsts), key=firsts.count), base - np.arange(tokens // self._block)
 
-    def _global(self, ids: Ints, offset: int, shared: tuple[int, Ints]) -> Ints:
-        """Return ids [b] that mean the same in all sessions."""
-        if ids.size == 0:
-            return ids
-        self._next_id = max(self._next_id, offset + int(ids.max()) + 1)
-        found = ids + offset
-        if ids[0] == shared[0]:
-            count = min(len(ids), len(shared[1]))
-            found[:count] = shared[1][:count]
-        return found
-
     def finish(self) -> Imported:
         """Return all rows in the order of arrival."""
         rows = self.rows.rows()
@@ -167,6 +185,15 @@ class _Reader:
         flat = np.concatenate(self._ids)
         runs = block_runs(rows, flat, counts, self._block) if flat.size else no_runs()
         return self.rows.finish(rows, runs, self._skipped)
+
+
+def _global(ids: Ints, numbers: _Numbers, shared: tuple[int, Ints]) -> Ints:
+    """Return ids [b] that mean the same in all sessions."""
+    found = ids + numbers.first if numbers.known is None else numbers.known[ids]
+    if ids.size and ids[0] == shared[0]:
+        count = min(len(ids), len(shared[1]))
+        found[:count] = shared[1][:count]
+    return found
 
 
 def _ids(where: str, entry: Any, lists: BlockLists) -> Ints:

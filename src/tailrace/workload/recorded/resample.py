@@ -31,6 +31,8 @@ LONGEST_PAUSE_S = 3600.0
 _MARGIN = 1.5
 #: Most conversations that are drawn for a window.
 _MOST_DRAWN = 2_000_000
+#: From here on segments are numbered anew, as copies of them would not fit into 64 bits.
+_LARGEST_SEGMENT = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,15 @@ class ConversationPool:
     def _length_s(self) -> Floats:
         """How long each conversation lasts, to its last request."""
         return np.asarray(self._offset_s[self._first + self._turns - 1])
+
+    @cached_property
+    def _runs(self) -> NDArray[np.void]:
+        """Runs of the table, with segments so small that every conversation drawn can have own."""
+        runs = self.table.runs
+        if len(runs) and int(runs["segment"].max()) >= _LARGEST_SEGMENT:
+            runs = runs.copy()
+            _, runs["segment"] = np.unique(runs["segment"], return_inverse=True)
+        return runs
 
     @cached_property
     def _private(self) -> NDArray[np.bool_]:
@@ -147,10 +158,10 @@ class ConversationPool:
         has = rows["session"] >= 0
         rows["session"][has] = numbered(copy[kept][has].astype(np.uint64))
         private = self._private[run_index(rows)]
-        runs = gather_runs(rows, self.table.runs)
+        runs = gather_runs(rows, self._runs)
         owner = np.repeat(copy[kept], rows["run_count"])
-        if len(self.table.runs):
-            width = int(self.table.runs["segment"].max()) + 1
+        if len(self._runs):
+            width = int(self._runs["segment"].max()) + 1
             runs["segment"] += np.where(private, (owner + 1) * width, 0)
         found = RequestTable(rows, runs)
         found.validate()

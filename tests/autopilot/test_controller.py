@@ -1,5 +1,6 @@
 """The autopilot's steps, on made-up findings: whom it tries, when it switches, when it stops."""
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -147,8 +148,22 @@ def test_a_state_survives_a_restart(tmp_path: Path) -> None:
     for known in (state, in_canary(-0.1)):
         save(path, known, {"says": "hello"})
         assert load(path) == known
-    path.write_text(path.read_text()[:-40])
+    whole = path.read_text()
+    path.write_text(whole[:-40])
     assert load(path) == PilotState()
+    for name, value in (("stage", "x"), ("since", None), ("vetoed", "x"), ("rests", {"x": "y"})):
+        path.write_text(json.dumps(json.loads(whole) | {name: value}))
+        assert load(path) == PilotState()
+
+
+def test_a_clock_that_is_set_back_holds_nothing_up() -> None:
+    state = step(PilotState(), found(NOW + 1e8), ACT).rested("random", NOW + 1e8)
+    assert state.not_ahead_of(NOW + 1e8, ACT.rest_s) == state
+    back = state.not_ahead_of(NOW, ACT.rest_s)
+    assert (back.stage, back.since, back.rests) == ("shadow", NOW, {"random": NOW + ACT.rest_s})
+    assert step(back, found(NOW + 400), ACT).stage == "canary"
+    late = replace(in_canary(-0.1), since=NOW + 1e8)
+    assert late.not_ahead_of(NOW, ACT.rest_s).cycles == {}  # they belong to other times
 
 
 def test_steps_are_kept_and_notes_replace_each_other() -> None:

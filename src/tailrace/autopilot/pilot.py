@@ -75,6 +75,7 @@ class Pilot:
         settings, now = self._orders.settings, self._clock()
         shown: dict[str, Any] = {"mode": settings.mode, "at": now}
         before = self.state.steps
+        self.state = self.state.not_ahead_of(now, settings.rest_s)
         try:
             shown |= self._fly(now)
         except (TailraceError, OSError, MemoryError) as error:

@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from tailrace.autopilot.sequential import Cycle
 from tailrace.files import dumps, write_text
@@ -89,6 +89,16 @@ class PilotState:
         """Do not try a policy before a time."""
         return replace(self, rests={**(self.rests or {}), policy: until})
 
+    def not_ahead_of(self, now: float, rest_s: float) -> "PilotState":
+        """Return the state without times in the future: the clock may have been set back.
+
+        A stage that seems to begin later begins now, and no policy rests for longer than
+        ``rest_s``.
+        """
+        rests = {policy: min(until, now + rest_s) for policy, until in (self.rests or {}).items()}
+        state = self if rests == (self.rests or {}) else replace(self, rests=rests)
+        return state if state.since <= now else replace(state, since=now, cycles={})
+
     def noted(self, now: float, what: str, about: str, **evidence: Any) -> "PilotState":
         """Note how things stand; the steps before are kept, what was noted about the same is not.
 
@@ -117,8 +127,15 @@ def load(path: Path) -> PilotState:
         steps = tuple(
             LoggedStep(s["at"], s["what"], s["evidence"], s["about"]) for s in data["steps"]
         )
-        names = ("stage", "present", "settings_policy", "candidate", "since", "seed", "rests")
+        names = ("stage", "present", "settings_policy", "candidate")
         plain = {name: data[name] for name in names}
-        return PilotState(**plain, vetoed=tuple(data["vetoed"]), cycles=cycles, steps=steps)
+        texts = all(isinstance(value, str) for value in plain.values())
+        if not texts or plain["stage"] not in get_args(Stage) or type(data["vetoed"]) is not list:
+            return PilotState()
+        rests = {str(policy): float(until) for policy, until in (data["rests"] or {}).items()}
+        return PilotState(
+            **plain, since=float(data["since"]), seed=int(data["seed"]), rests=rests or None,
+            vetoed=tuple(map(str, data["vetoed"])), cycles=cycles, steps=steps,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return PilotState()

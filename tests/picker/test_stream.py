@@ -419,6 +419,42 @@ def test_clients_need_their_keys_and_endpoints_do_not_see_them(monkeypatch: Any)
     run(test())
 
 
+def test_objectives_give_a_client_no_priority_that_its_key_may_not_use(monkeypatch: Any) -> None:
+    monkeypatch.setenv("A_KEY", "secret-a")
+    monkeypatch.setenv("B_KEY", "secret-b")
+    over: dict[str, Any] = {
+        "clients": [
+            {"name": "a", "key_env": "A_KEY"},
+            {"name": "b", "key_env": "B_KEY", "priorities": [-5]},
+        ],
+        "pick": {"objectives": {"urgent": 5, "batch": -1}},
+    }
+
+    async def test() -> None:
+        async with picking(1, **over) as (picker, channel, _):
+            for key, objective, allowed in (
+                ("a", "urgent", False), ("a", "batch", True), ("a", "other", True),
+                ("b", "urgent", True),
+            ):  # fmt: skip
+                stream = ProxyStream(channel)
+                await stream.headers(
+                    {"authorization": f"Bearer secret-{key}",
+                     "x-gateway-inference-objective": objective}
+                )  # fmt: skip
+                await stream.body(CHAT)
+                reply = await stream.read()
+                if allowed:
+                    assert endpoints_of(reply)
+                    await stream.body_back()
+                else:
+                    assert reply.immediate_response.status.code == 403
+                    assert b"priority_not_allowed" in reply.immediate_response.body
+                await stream.close()
+            await settle(picker)
+
+    run(test())
+
+
 def test_names_and_paths_are_no_endpoints() -> None:
     assert endpoint_of(BackendSettings(url="http://[::1]:8000")) == "[::1]:8000"
     for url in ("http://localhost:8000", "http://10.0.0.1:8000/base"):

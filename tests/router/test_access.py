@@ -219,7 +219,8 @@ def test_priorities_are_for_those_who_may() -> None:
 @pytest.mark.parametrize(
     "field",
     [b'"priority":-1', b'"priority":"-1"', b'"priority":-1.0', b'"priority":true',
-     b'"pri\\u006frity":-1', b'"priority":0,"priority":-1'],
+     b'"pri\\u006frity":-1', b'"priority":0,"priority":-1', b'"priority":-1e99',
+     b'"priority":-99999999999999999999', b'"priority":"-99999999999999999999"'],
 )  # fmt: skip
 def test_no_priority_is_hidden_from_the_router(field: bytes) -> None:
     """Servers read the body: another priority in a header, another form or path hides nothing."""

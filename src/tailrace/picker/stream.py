@@ -324,6 +324,8 @@ class PickStream:
             if objective is not None:
                 known = context.settings.pick.objectives.get(objective.decode("latin-1"))
                 if known is not None:
+                    if client is not None and known > 0:  # clients can send the header themselves
+                        intake.check_priority(client, -known)
                     body.priority, may_wait = -known, known >= 0
         if body is not None and self._kind != OTHER:
             model, data = intake.find_model(body, self.body, client)

@@ -1,5 +1,6 @@
 """Counting tokens while an answer passes by."""
 
+import time
 from itertools import pairwise
 
 import orjson
@@ -109,6 +110,15 @@ def test_any_bytes(parts: list[bytes]) -> None:
         for part in parts:
             assert scanner.feed(part) >= 0
         assert scanner.usage is None or isinstance(scanner.usage, Usage)
+
+
+def test_many_broken_usages_take_no_time() -> None:
+    usage = b'"usage":{"prompt_tokens":3,"completion_tokens":2,"x":[]}'
+    assert find_usage(usage + b',"usage":null' * 99) == Usage(3, 2, None)
+    began = time.process_time()
+    for end in (b"", b"x}"):
+        assert find_usage(b'"usage":{' * 40_000 + end) is None
+    assert time.process_time() - began < 0.5
 
 
 def test_an_event_may_bring_several_tokens() -> None:

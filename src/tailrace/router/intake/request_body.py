@@ -167,9 +167,11 @@ def _number(text: bytes | str) -> float | None:
 
 
 def _priority(value: Any) -> int:
-    """Return a priority as servers read it: they take numbers as texts, too."""
+    """Return a priority as servers read it: they take numbers as texts, and of any length."""
     if isinstance(value, bytes | str):
         value = _number(value)
+    if type(value) is float:  # orjson reads whole numbers of more than 64 bits as such
+        value = min(max(value, -_MAX_PRIORITY), _MAX_PRIORITY) if value == value else 0
     return _whole(int(value) if value is True else value, -_MAX_PRIORITY, _MAX_PRIORITY) or 0
 
 

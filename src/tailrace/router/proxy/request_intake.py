@@ -102,15 +102,20 @@ class RequestIntake:
         # What the compiled reader has read names no key twice.
         if client.restricted and (body.data is None or body.model not in client.models):
             _check_model(client, body, data)
-        if body.priority not in client.priorities:
-            allowed = ", ".join(map(str, sorted(client.priorities)))
-            raise RefusedRequest(
-                403, f"this key may not ask for priority {body.priority}, only for: {allowed}",
-                "priority_not_allowed", "priority",
-            )  # fmt: skip
+        self.check_priority(client, body.priority)
         if body.session is not None:
             # Two clients that use the same id do not share a conversation.
             body.session = f"{client.name}/{body.session}"
+
+    @staticmethod
+    def check_priority(client: Client, priority: int) -> None:
+        """Refuse a priority that a client may not ask for."""
+        if priority not in client.priorities:
+            allowed = ", ".join(map(str, sorted(client.priorities)))
+            raise RefusedRequest(
+                403, f"this key may not ask for priority {priority}, only for: {allowed}",
+                "priority_not_allowed", "priority",
+            )  # fmt: skip
 
     def find_model(
         self, body: RequestBody, data: bytes, client: Client | None

@@ -13,6 +13,8 @@ import orjson
 TAIL_BYTES = 8192
 #: Longest line of a stream that is read, in bytes; a longer one is only counted.
 MAX_LINE_BYTES = 262_144
+#: Broken objects under the key that are read in vain, at most: a server may send any number.
+MAX_USAGES = 8
 #: Objects that a usage object may contain (details of prompt and output).
 MAX_INNER_OBJECTS = 8
 #: Start of an event's data in which its type stands, in bytes.
@@ -242,7 +244,8 @@ def find_usage(text: bytes) -> Usage | None:
     if plain is not None:
         prompt, output = plain.groups()
         return Usage(int(prompt), int(output), None)
-    while at >= 0:
+    tries = 0
+    while at >= 0 and tries < MAX_USAGES:
         start = at + len(_USAGE)
         while start < len(text) and text[start] in b" \t\r\n:":
             start += 1
@@ -250,6 +253,7 @@ def find_usage(text: bytes) -> Usage | None:
             found = _object(text, start)
             if found is not None:
                 return _usage(found)
+            tries += 1
         at = text.rfind(_USAGE, 0, at)
     return None
 

@@ -108,6 +108,10 @@ def _has_meta(folder: Path) -> bool:
 def measure(folder: Path) -> dict[str, Any]:
     """Judge one recording both ways."""
     recording = recorded.read(folder)
+    if recording.replicas != 1:
+        raise TailraceError(
+            f"{folder} has {recording.replicas} servers; give recordings of one server each"
+        )
     place = np.arange(len(recording.table)) / len(recording.table)
     half = place < 0.5
     forward = judge(recording, half)

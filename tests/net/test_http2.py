@@ -312,6 +312,24 @@ def test_a_peer_that_pauses_between_frames_is_not_closed() -> None:
     session.lose()
 
 
+def test_settings_count_by_their_last_value_and_cannot_flood() -> None:
+    session = Session()
+    session.feed(frame(HEADERS, END_HEADERS, 1, BLOCK))
+    stream = session.connection.streams[1]
+    before = stream.window
+    windows = b"".join(struct.pack(">HI", 4, before + more) for more in (9, 10**6, 7))
+    session.feed(frame(SETTINGS, 0, 0, windows))
+    assert stream.window == before + 7
+    for second in range(100):  # at most ten per second
+        session.now = float(second)
+        session.feed(frame(SETTINGS, 0, 0) * 10)
+    assert not session.transport.closed
+    session.feed(frame(SETTINGS, 0, 0) * 200)
+    assert session.transport.closed
+    assert session.codes() == [http2.ENHANCE_YOUR_CALM]
+    session.lose()
+
+
 def test_a_connection_that_is_ended_with_an_error_is_not_kept_open() -> None:
     """The peer may not read the reason, so that closing in order would take for ever."""
     session = Session()

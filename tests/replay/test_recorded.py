@@ -69,6 +69,7 @@ def test_what_is_no_log_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("change", "what"), [
     ({"first": None}, "column first"), ({"replica": "x"}, "column replica"),
+    ({"replica": float("inf")}, "column replica"), ({"replica": 10**12}, "column replica"),
     ({"first": 1.0}, "not in order"),
 ])  # fmt: skip
 def test_damaged_lines_are_named(log, tmp_path, change, what):
@@ -78,3 +79,13 @@ def test_damaged_lines_are_named(log, tmp_path, change, what):
     file.write_text("\n".join([head, json.dumps({**json.loads(first), **change}), *rest]))
     with pytest.raises(TailraceError, match=f"line 2.*{what}"):
         recorded.read(file)
+
+
+def test_a_server_that_reports_impossible_counts_spoils_no_log(log, tmp_path):
+    folder, _ = log
+    (file,) = folder.glob("*.jsonl")
+    head, first, *rest = file.read_text().splitlines()
+    changed = json.dumps({**json.loads(first), "cached_reported": 2**40})
+    path = tmp_path / "decisions-x.jsonl"
+    path.write_text("\n".join([head, changed, *rest]))
+    assert recorded.read(path).outcomes["cached_tokens"].max() == 2**24

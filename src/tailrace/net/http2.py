@@ -40,6 +40,8 @@ MAX_FRAME = 65_536
 STREAM_WINDOW, CONNECTION_WINDOW = 1 << 20, 16 << 20
 #: Output of a stream that may wait for the peer before it gets no more room to send, in bytes.
 MOST_WAITING = 256 * 1024
+#: SETTINGS of a peer at once, and more per second: each may change the windows of all streams.
+MOST_SETTINGS, SETTINGS_PER_S = 100.0, 10.0
 #: Size of a window, and of a frame, before settings say another one.
 _FIRST_WINDOW, _FIRST_FRAME = 65_535, 16_384
 _MAX_WINDOW = 2**31 - 1
@@ -237,6 +239,7 @@ class Http2Connection(asyncio.Protocol):
         self._block: list[bytes] = []  # fragments of the header block that is being received
         self._block_size = 0
         self._block_of = 0  # its stream, 0: none
+        self._settings_left, self._settings_at = MOST_SETTINGS, clock()
         self._block_ends = False
         self._last = 0  # highest stream of the peer
         self._credit = 0
@@ -487,17 +490,26 @@ class Http2Connection(asyncio.Protocol):
             return
         if len(payload) % 6 or number:
             raise _BrokenError(FRAME_SIZE_ERROR, "SETTINGS has another length")
+        now = self._clock()
+        more = (now - self._settings_at) * SETTINGS_PER_S
+        self._settings_left = min(MOST_SETTINGS, self._settings_left + more) - 1
+        self._settings_at = now
+        if self._settings_left < 0:
+            raise _BrokenError(ENHANCE_YOUR_CALM, "too many SETTINGS")
+        window = self.peer_window
         for key, value in struct.iter_unpack(">HI", payload):
             if key == _WINDOW:
                 if value > _MAX_WINDOW:
                     raise _BrokenError(FLOW_CONTROL_ERROR, "a window is too large")
-                for stream in self.streams.values():
-                    stream.window += value - self.peer_window
-                self.peer_window = value
+                window = value  # the last one counts
             elif key == _FRAME_SIZE:
                 if not _FIRST_FRAME <= value < 1 << 24:
                     raise _BrokenError(PROTOCOL_ERROR, "an impossible frame size")
                 self.peer_frame = min(value, MAX_FRAME)
+        if window != self.peer_window:
+            for stream in self.streams.values():
+                stream.window += window - self.peer_window
+            self.peer_window = window
         self.write(SETTINGS, ACK, 0, b"")
         self._drain()
 

@@ -13,10 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tailrace.config import MAX_REPLICAS
 from tailrace.errors import TailraceError
 from tailrace.replay import server_recording
 from tailrace.sim.result import FINISHED, REPLICA_RESULT, REQUEST_RESULT, SimResult
 from tailrace.workload import decision_log, traces
+from tailrace.workload.columns import MAX_TOKENS
 from tailrace.workload.table import RequestTable
 from tailrace.workload.trace_formats import checked_number
 
@@ -143,9 +145,9 @@ def of_answered(found: decision_log.Answered) -> RecordedTraffic:
             ("arrived_s", "arrived"), ("sent_s", "sent"), ("first_s", "first"), ("last_s", "last")
         ):  # fmt: skip
             row[name] = checked_number(where, data, key, -np.inf, np.inf) - start_s
-        row["replica"] = numbers.of(checked_number(where, data, "replica", -np.inf, np.inf), data)
+        row["replica"] = numbers.of(checked_number(where, data, "replica", -1, MAX_REPLICAS), data)
         cached = data["cached_reported"]
-        row["cached_tokens"] = cached if isinstance(cached, int) else -1
+        row["cached_tokens"] = min(max(cached, -1), MAX_TOKENS) if isinstance(cached, int) else -1
         row["is_estimated"] = bool(data["estimated"])
         if not row["sent_s"] < row["first_s"] <= row["last_s"] or row["replica"] < 0:
             raise TailraceError(f"{where}: the times of the request are not in order")
@@ -181,7 +183,8 @@ class _Numbers:
     """
 
     def __init__(self, recorded: Iterable[Any]) -> None:
-        self._unused = 1 + max((int(n) for n in recorded if isinstance(n, int | float)), default=-1)
+        known = (n for n in recorded if isinstance(n, int) and n <= MAX_REPLICAS)
+        self._unused = 1 + max(known, default=-1)
         self._by_name: dict[str, int] = {}
         self._named: dict[int, str] = {}
 

@@ -112,6 +112,14 @@ def test_any_bytes(parts: list[bytes]) -> None:
         assert scanner.usage is None or isinstance(scanner.usage, Usage)
 
 
+def test_more_tokens_than_there_can_be_are_none() -> None:
+    plain = b'"usage":{"prompt_tokens":%d,"completion_tokens":%d}'
+    assert find_usage(plain % (2**24, 5)) == Usage(2**24, 5, None)
+    assert find_usage(plain % (2**24 + 1, 10**11)) == Usage(None, None, None)
+    details = b'"usage":{"prompt_tokens":7,"prompt_tokens_details":{"cached_tokens":%d}}'
+    assert find_usage(details % 2**33) == Usage(7, None, None)
+
+
 def test_many_broken_usages_take_no_time() -> None:
     usage = b'"usage":{"prompt_tokens":3,"completion_tokens":2,"x":[]}'
     assert find_usage(usage + b',"usage":null' * 99) == Usage(3, 2, None)

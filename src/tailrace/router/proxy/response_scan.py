@@ -13,6 +13,8 @@ import orjson
 TAIL_BYTES = 8192
 #: Longest line of a stream that is read, in bytes; a longer one is only counted.
 MAX_LINE_BYTES = 262_144
+#: Larger numbers of tokens are no usage; whoever reads the decision log takes no larger ones.
+MOST_TOKENS = 2**24
 #: Broken objects under the key that are read in vain, at most: a server may send any number.
 MAX_USAGES = 8
 #: Objects that a usage object may contain (details of prompt and output).
@@ -243,7 +245,7 @@ def find_usage(text: bytes) -> Usage | None:
     plain = _PLAIN_USAGE.match(text, at)
     if plain is not None:
         prompt, output = plain.groups()
-        return Usage(int(prompt), int(output), None)
+        return Usage(_count(int(prompt)), _count(int(output)), None)
     tries = 0
     while at >= 0 and tries < MAX_USAGES:
         start = at + len(_USAGE)
@@ -293,6 +295,6 @@ def _usage(found: dict[str, Any]) -> Usage:
 
 def _count(value: Any) -> int | None:
     """Return a number of tokens, if it is one."""
-    if type(value) is int and 0 <= value < 2**40:
+    if type(value) is int and 0 <= value <= MOST_TOKENS:
         return value
     return None

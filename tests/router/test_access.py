@@ -238,6 +238,29 @@ def test_no_priority_is_hidden_from_the_router(field: bytes) -> None:
     run(test())
 
 
+@pytest.mark.parametrize(
+    "field", [b'"priority":0,"priority":0', b'"pri\\u006frity":0', b'"priority":0,"\\u0061":0']
+)
+def test_a_priority_that_cannot_be_replaced_is_refused(field: bytes) -> None:
+    """It would go before all that the router has ordered."""
+
+    async def test() -> None:
+        for replace in (False, True):
+            admission = {"replace_priority": replace}
+            async with world(1, clients=[client("a")], admission=admission) as w:
+                body = b'{"prompt":"x",' + field + b"}"
+                answer = await w.ask(keyed("secret-a", body=body, path="/v1/completions"))
+                assert answer.status == (400 if replace else 200)
+                if replace:
+                    assert error_of(answer)["code"] == "unclear_priority"
+                plain = b'{"prompt":"x","priority":0}'
+                answer = await w.ask(keyed("secret-a", body=plain, path="/v1/completions"))
+                assert answer.status == 200
+                quiet(w)
+
+    run(test())
+
+
 # ---- limits -------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,12 @@ def unclear_model() -> RefusedRequest:
     return RefusedRequest(400, message, "unclear_model", "model")
 
 
+def unclear_priority() -> RefusedRequest:
+    """The priority of the body cannot be replaced, so that a server would go by it."""
+    message = "the body must name its priority once, as a plain key"
+    return RefusedRequest(400, message, "unclear_priority", "priority")
+
+
 def _short(name: str) -> str:
     return name[:80].encode(errors="replace").decode()
 

@@ -50,8 +50,22 @@ def replaced(body: bytes, priority: int) -> SplicedBody | None:
 
     It is not if the field stands there twice, or if a key is written with escapes.
     """
+    place = _place(body)
+    if place is None:
+        return None
+    start, end = place
+    return SplicedBody(b"%b%d" % (body[:start], priority), end)
+
+
+def is_clear(body: bytes) -> bool:
+    """Whether the priority of a body that has one can be replaced."""
+    return _place(body) is not None
+
+
+def _place(body: bytes) -> tuple[int, int] | None:
+    """Return where the value of a body's priority stands; None: it is not clear."""
     span = np.zeros(2, np.int64)
     if member_scan.find(np.frombuffer(body, np.uint8), _PRIORITY, span) != 1:
         return None
     start, end = span.tolist()
-    return SplicedBody(b"%b%d" % (body[:start], priority), end)
+    return start, end

@@ -13,7 +13,7 @@ from tailrace.router.access import refusals
 from tailrace.router.access.accounts import TOO_MANY_TOKENS
 from tailrace.router.access.keyring import Client
 from tailrace.router.access.refusals import RefusedRequest
-from tailrace.router.intake import fast_body, model_field
+from tailrace.router.intake import fast_body, model_field, priority_field
 from tailrace.router.intake.request_body import RequestBody, read_body
 from tailrace.router.intake.routes import OTHER
 from tailrace.router.observe.decision_log import DecisionLog
@@ -103,6 +103,9 @@ class RequestIntake:
         if client.restricted and (body.data is None or body.model not in client.models):
             _check_model(client, body, data)
         self.check_priority(client, body.priority)
+        replaces = self.context.settings.admission.replace_priority
+        if replaces and body.names_priority and not priority_field.is_clear(data):
+            raise refusals.unclear_priority()
         if body.session is not None:
             # Two clients that use the same id do not share a conversation.
             body.session = f"{client.name}/{body.session}"

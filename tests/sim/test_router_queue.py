@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from odd_cases import assert_same, longest, small_clusters, small_tables
 from reference_runs import replica_of, table_of
-from tailrace.config import Cluster, Engine, Event, Replica
+from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.policy.base import Policy
 from tailrace.sim.simulator import simulate
@@ -213,3 +213,17 @@ def test_the_hard_rules_hold(queue, engine):
         same &= rows["tenant"] == rows["tenant"][n]
         bound_s = order.most * (order.w > 0) + order.d * rows["ttft_slo_s"][n]
         assert ((arrived - arrived[n])[same] <= bound_s + 0.001).all()
+
+
+@BOTH
+def test_a_snapshot_that_is_never_old_shows_what_was_sent_just_now(engine):
+    """One request at a time has room, so an urgent one still overtakes those that wait."""
+    rows = [(0.0, 10, 3), (0.1, 10, 1), (0.1, 10, 1), (0.1, 10, 1), (0.1, 10, 1), (4.5, 10, 1)]
+    result = simulate(
+        Cluster(replicas=(replica_of("vllm_v1", batch_cap=1, prefix_caching=False),)),
+        table_of(rows, priority=np.array([0, 0, 0, 0, 0, 5])),
+        "least_outstanding+queue:max_saturation=0.3",
+        router=RouterSettings(staleness_s=0.0),
+        engine=engine,
+    )
+    assert result.requests["scheduled_s"].tolist() == [0.0, 3.0, 4.0, 5.0, 7.0, 6.0]

@@ -224,6 +224,13 @@ def _scrape(fleet, c, now):
         )
 
 
+@inner
+def scrape_if_live(fleet, c):
+    """Take a snapshot now if snapshots are never old (``staleness_s`` = 0)."""
+    if fleet.clusters[c]["scrape_s"] == 0.0:
+        _scrape(fleet, c, fleet.clusters[c]["now"])
+
+
 @inlined
 def next_time(fleet, tables, c):
     """Time of the next known arrival or cluster event, s; inf: none."""

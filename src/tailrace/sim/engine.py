@@ -112,6 +112,7 @@ def next_decision_before(fleet, tables, c, until):
     holds = cluster["holding"]["on"] != 0
     while True:
         if cluster["held"] > 0 and clock.next_time(fleet, tables, c) > cluster["now"]:
+            clock.scrape_if_live(fleet, c)  # the one before may have gone just now
             n = router_queue.pop(fleet, tables.facts[table], c)
             if n >= 0:
                 _fill_view(fleet, tables, c, n, cluster["now"])

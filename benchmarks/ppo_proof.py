@@ -66,10 +66,10 @@ LOOKAHEAD: dict[str, Any] = {
     "reward": {"tail": 0.0},
     "ppo": {"unbalanced": 0.0, "imitation_weight": 0.01, "imitation_updates": 5},
     "exploration": {"temperature_updates": 20, "entropy_updates": 12},
-    "evaluation": {"worlds": 2},
-    "demonstrations": {"rounds": 1, "worlds": 12, "decisions": 1000, "unbalanced": 0.1,
-                       "teachers": {"lookahead": 1, "lmetric": 0, "round_robin": 0,
-                                    "least_outstanding": 0, "random": 0}},
+    "stopping": {"rollback_ratio": 1.02},
+    "evaluation": {"worlds": 2, "average_checkpoints": 0},
+    "demonstrations": {"worlds": 12, "decisions": 1000, "unbalanced": 0.1,
+                       "teachers": {"round_robin": 0, "least_outstanding": 0, "random": 0}},
 }  # fmt: skip
 #: A clone that leaves room: 1 200 labels instead of 12 000, in groups of 8 at half the step size.
 FEW_LABELS: dict[str, Any] = {
@@ -156,15 +156,14 @@ REQUESTS, WARMUP = {"sim": 4000, "vidur": 600}, 0.05
 NOTES = (
     (
         "The presets were chosen by validation scores and tuning seeds of one to three training "
-        "seeds. Evaluation seeds below 600 were used to judge earlier versions of them, and of "
-        "ppo-vidur these as well."
+        "seeds. Evaluation seeds below 700 were used to judge earlier versions of them."
     ),
     "CPU time of a resumed run is that of its last part.",
     "CPU times are of a machine that other jobs used as well.",
     "Vidur plays fewer requests and seeds, and of the scenarios only those that are listed.",
 )
 #: The evaluation seeds before this one were used to judge earlier versions of the presets.
-FIRST_SEED = 600
+FIRST_SEED = 700
 IN_SIMULATOR = tuple(dict.fromkeys((*CHAT, *QUICK)))
 #: Scenarios that Vidur 0.0.26 can play as they are: it has no prefix cache.
 IN_VIDUR = (*CHAT, "mixed-speed")
@@ -209,7 +208,8 @@ def policies_of(
     """
     found = {}
     for variant in only:
-        judged = VARIANTS[variant][2]
+        preset, over, judged = VARIANTS[variant]
+        clone = s.build(s.read(preset), over).demonstrations.rounds - 1
         for seed in range(count):
             run = run_of(folder, variant, seed)
             if scenario not in judged or not (run / "cpu.json").exists():
@@ -219,7 +219,7 @@ def policies_of(
             if not variant.startswith("quick"):
                 found[f"{variant}/{seed}/best"] = str(run / "best.tailrace")
             if CLONE_OF.get(variant) == variant:
-                found[f"{variant}/{seed}/clone"] = str(run / "checkpoints" / "000000.tailrace")
+                found[f"{variant}/{seed}/clone"] = str(run / "checkpoints" / f"{clone:06d}.tailrace")
     return found
 
 

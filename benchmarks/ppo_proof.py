@@ -458,7 +458,7 @@ def against_clones(told: Mapping[str, Any], count: int) -> str:
         if name in LIGHT:
             continue
         entries = told["worlds"]["sim"].get(name, {"policies": {}})["policies"]
-        for variant in ("ppo", "modest lookahead"):
+        for variant in ("ppo", "branching", "modest lookahead"):
             clone = CLONE_OF[variant]
             for seed in range(count):
                 found = entries.get(f"{variant}-{seed}-best", {"against": {}})["against"]

@@ -219,7 +219,9 @@ def policies_of(
             if not variant.startswith("quick"):
                 found[f"{variant}/{seed}/best"] = str(run / "best.tailrace")
             if CLONE_OF.get(variant) == variant:
-                found[f"{variant}/{seed}/clone"] = str(run / "checkpoints" / f"{clone:06d}.tailrace")
+                found[f"{variant}/{seed}/clone"] = str(
+                    run / "checkpoints" / f"{clone:06d}.tailrace"
+                )
     return found
 
 

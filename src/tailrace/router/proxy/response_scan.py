@@ -13,9 +13,9 @@ import orjson
 TAIL_BYTES = 8192
 #: Longest line of a stream that is read, in bytes; a longer one is only counted.
 MAX_LINE_BYTES = 262_144
-#: Larger numbers of tokens are no usage; whoever reads the decision log takes no larger ones.
+#: Token counts above this are ignored: readers of the decision log reject them.
 MOST_TOKENS = 2**24
-#: Broken objects under the key that are read in vain, at most: a server may send any number.
+#: Malformed usage objects to try before giving up: a server may send any number of them.
 MAX_USAGES = 8
 #: Objects that a usage object may contain (details of prompt and output).
 MAX_INNER_OBJECTS = 8

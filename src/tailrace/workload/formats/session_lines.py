@@ -68,7 +68,7 @@ def read(
     if timed and untimed and session_gap_s is None:
         raise TailraceError(
             f"{untimed}, column timestamp: is missing, though other sessions have one; "
-            "--session-gap begins those without one at a distance of so many seconds"
+            "--session-gap SECONDS starts the untimed ones that far apart"
         )
     rows = blank_rows(len(columns))
     for name, values in zip(

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from learn.tiny import (  # noqa: E402
+    NETWORK,
     Noted,
     StopAfter,
     StopIn,
@@ -24,6 +25,7 @@ from tailrace.learn.trainer import Trainer  # noqa: E402
 from tailrace.learn.validation import Validation  # noqa: E402
 from tailrace.policy.learned import checkpoint  # noqa: E402
 from tailrace.policy.learned.architecture import SKETCH  # noqa: E402
+from tailrace.policy.learned.network import HIDDEN_VARIANCE  # noqa: E402
 from tailrace.policy.learned.observation import COLUMN  # noqa: E402
 
 pytestmark = pytest.mark.compiled
@@ -334,6 +336,24 @@ def test_a_policy_older_than_some_features_learns_them_from_demonstrations(tmp_p
     # One that is ignored normalises to nothing, whatever its weights are.
     assert rounds == 0 or new.tensors["actor.input.weight"][:, COLUMN.own_s].any()
     assert new.tensors["replica_norm.var"][COLUMN.own_s] > 0.01
+
+
+def test_a_run_can_hide_features_of_the_policy_it_starts_from(tmp_path):
+    """On top of those that policy already ignores, and from its clone as from its last policy."""
+    train(tmp_path, {"network": {**NETWORK, "ignore": ["trend"]}})
+    start = tmp_path / "run" / "last.tailrace"
+    over = {
+        "start": str(start),
+        "network": {"ignore": ["recent_work"]},
+        "demonstrations": {"teachers": {"start": 1.0}, "rounds": 1},
+    }
+    Trainer(tmp_path / "hidden", settings(tmp_path, over), 1).run()
+    old, new = (checkpoint.load(p) for p in (start, tmp_path / "hidden" / "last.tailrace"))
+    assert old.config.ignore == ("trend",)
+    assert new.config.ignore == ("trend", "recent_work")
+    assert new.config.hidden == old.config.hidden
+    for column in (COLUMN.trend, COLUMN.recent_work):
+        assert new.tensors["replica_norm.var"][column] == HIDDEN_VARIANCE
 
 
 def test_demonstrations_of_a_file_alone_are_cloned_and_checked(tmp_path):

@@ -27,9 +27,10 @@ def policy_of(settings: TrainSettings) -> LearnedPolicy:
 
 
 def network_of(start: LearnedPolicy, settings: TrainSettings) -> NetworkConfig:
-    """Return the shape of a run's network: that of its start."""
+    """Return the shape of a run's network: that of its start, with more features hidden if wanted."""
     newer = _newer(start, settings)
-    ignore = tuple(name for name in start.config.ignore if name not in newer)
+    kept = (name for name in start.config.ignore if name not in newer)
+    ignore = tuple(dict.fromkeys((*kept, *settings.network.ignore)))
     return start.config.model_copy(update={"ignore": ignore})
 
 

@@ -27,7 +27,7 @@ def policy_of(settings: TrainSettings) -> LearnedPolicy:
 
 
 def network_of(start: LearnedPolicy, settings: TrainSettings) -> NetworkConfig:
-    """Return the shape of a run's network: that of its start, with more features hidden if wanted."""
+    """Return the shape of a run's network: that of its start, and features to hide."""
     newer = _newer(start, settings)
     kept = (name for name in start.config.ignore if name not in newer)
     ignore = tuple(dict.fromkeys((*kept, *settings.network.ignore)))

@@ -152,20 +152,18 @@ def test_after_a_greedy_warm_up_the_clusters_of_a_group_are_in_the_same_state():
 
 
 @pytest.mark.compiled
-def test_unbalanced_groups_begin_with_most_requests_at_one_replica():
+def test_unbalanced_groups_begin_with_most_requests_at_one_replica_or_none_at_one():
+    seeds = tuple(range(6))
     given = task(
-        worlds=(CHAT,), episode_seeds=SEEDS[:2], clusters=4, group=2, warmup=256, greedy_warmup=True
+        worlds=(CHAT,), episode_seeds=seeds, clusters=12, group=2, warmup=512, greedy_warmup=True
     )
     even, uneven = collect(given), collect(replace(given, unbalanced=1.0))
-
-    def share(rollout: Rollout) -> np.ndarray:
-        """Of the requests in flight at the first decision, the fullest replica's; [C]."""
-        in_flight = np.expm1(rollout.replica_obs[0, :, :, IN_FLIGHT])
-        return in_flight.max(axis=1) / in_flight.sum(axis=1)
-
-    assert (share(uneven) > 0.6).all()
-    assert (share(uneven) > share(even)).all()
-    first = uneven.replica_obs[0].reshape(2, 2, -1)
+    # Requests in flight at the first decision, [C, R]; a random network spreads none evenly.
+    before, after = (np.expm1(r.replica_obs[0, :, :, IN_FLIGHT]).round() for r in (even, uneven))
+    assert (after > 2 * before).any(axis=1).all()
+    emptied = ((after == 0) & (before > 0)).any(axis=1)
+    assert 0.2 < emptied.mean() < 0.8
+    first = uneven.replica_obs[0].reshape(6, 2, -1)
     assert (first[:, 0] == first[:, 1]).all(), "a group begins in one state"
 
 

@@ -111,8 +111,8 @@ class PpoSettings(LearningSettings):
     """Take the best choice in those, as the trained policy will, instead of drawing: rollouts then
     begin in states it gets into, the same for all clusters of a group."""
     unbalanced: Share = 0.0
-    """Share of the groups that begin with most requests at one replica: the policy learns to spread
-    load that is not spread. In the simulator only."""
+    """Share of the groups that begin with most requests at one replica, or with none at one: the
+    policy learns to spread load that is not spread. In the simulator only."""
     chunk: Count = 32
     """Decisions in a row that a network with memory is trained on at once."""
     value_weight: Weight = 0.5

@@ -56,7 +56,7 @@ class RolloutTask:
     greedy_warmup: bool = False
     """Of those, the best choice is always taken."""
     unbalanced: float = 0.0
-    """Share of the groups in which the last quarter of those mostly goes to one replica."""
+    """Share of the groups in which most of those go to one replica towards the end, or none do."""
     decisions: int = 256
     """Decisions per cluster that are."""
     chunk: int = 32
@@ -157,27 +157,39 @@ def collect(task: RolloutTask) -> Rollout:
     env = _environment(worlds, task.clusters, settings)
     env.reset(seed=task.seed, options={"episode_seeds": list(task.episode_seeds)})
     player = _Player(env, task)
-    quarter = task.warmup // 4
-    for _ in range(task.warmup - quarter):
-        player.step(greedy=task.greedy_warmup)
-    favourites = _favourites(task, env.core.step_out.mask)
-    for _ in range(quarter):
-        player.step(greedy=task.greedy_warmup, favourites=favourites)
+    favourites, shunned = _uneven(task, env.core.step_out.mask)
+    nobody = np.full_like(favourites, -1)
+    for k in range(task.warmup):
+        # A replica is full sooner than it is empty.
+        player.step(
+            greedy=task.greedy_warmup,
+            favourites=favourites if 4 * k >= 3 * task.warmup else nobody,
+            shunned=shunned if 2 * k >= task.warmup else nobody,
+        )
     return player.record()
 
 
-def _favourites(task: RolloutTask, mask: Bools) -> Ints:
-    """Return the replica that gets most requests, for each cluster; -1: there is none.
+def _uneven(task: RolloutTask, mask: Bools) -> tuple[Ints, Ints]:
+    """Return the replicas that get most requests and those that get none, for each cluster.
 
-    Clusters of a group have the same one.
+    -1: there is none. Clusters of a group have the same one. Half of the unbalanced groups have a
+    favourite, the others shun a replica: a policy may also learn to pass by one that stands idle.
     """
-    found = np.full(task.clusters, -1)
+    favourites, shunned = np.full((2, task.clusters), -1)
     for g, seed in enumerate(task.episode_seeds):
         rng = generator(seed, "unbalanced")
         if rng.random() < task.unbalanced:
             first = g * task.group
-            found[first : first + task.group] = rng.choice(np.flatnonzero(mask[first]))
-    return found
+            replica = rng.choice(np.flatnonzero(mask[first]))
+            uneven = favourites if rng.random() < 0.5 else shunned
+            uneven[first : first + task.group] = replica
+    return favourites, shunned
+
+
+def _without(mask: Bools, shunned: Ints) -> Bools:
+    """Return the mask [n, replicas] without one replica of each cluster, unless it is the last."""
+    rest = mask & (np.arange(mask.shape[1]) != shunned[:, None])
+    return np.where(rest.any(axis=1, keepdims=True), rest, mask)
 
 
 @lru_cache(maxsize=ENVIRONMENTS)
@@ -206,11 +218,15 @@ class _Player:
         self.pooled = np.zeros((n, 2 * config.hidden), np.float32) if keeps else None
 
     def step(
-        self, greedy: bool = False, favourites: Ints | None = None
+        self,
+        greedy: bool = False,
+        favourites: Ints | None = None,
+        shunned: Ints | None = None,
     ) -> tuple[Ints, F64, F64, Bools, dict[str, Any]]:
         """Play one decision of every cluster; ``greedy``: the best choice is always taken.
 
         Where there is a favourite (``favourites``, [n]; -1: none), it gets three in four requests.
+        A replica that is shunned gets none unless it is the only one.
         Returns action, log-probability, reward, whether an alarm ended the episode, and info [n].
         """
         out = self.env.core.step_out
@@ -222,7 +238,11 @@ class _Player:
             forward_many(*seen, self.memory, self.logits)
         else:
             forward_and_pool(*seen, self.logits, self.pooled)
-        policy = behaviour(self.logits, out.mask, self.task.temperature, self.task.epsilon)
+        mask = out.mask
+        if shunned is not None:
+            mask = _without(out.mask, shunned)
+            self.logits[~mask] = -np.inf
+        policy = behaviour(self.logits, mask, self.task.temperature, self.task.epsilon)
         action = policy.argmax(axis=1) if greedy else sample(policy, self.rng.random(len(policy)))
         if favourites is not None:
             self.turn += 1

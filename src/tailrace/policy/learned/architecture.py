@@ -58,7 +58,7 @@ class NetworkConfig(Settings):
     prior_weight: float = Field(default=3.0, gt=0, le=100, allow_inf_nan=False)
     """How much a standard deviation of the rule's scores lowers the logit."""
     ignore: tuple[str, ...] = ()
-    """Names of features hidden from the network. A run that starts from a policy hides them, too."""
+    """Names of features hidden from the network, also from that of a policy to start from."""
     shortlist: int = Field(default=12, ge=2, le=1024)
     """Maximum replicas a finished policy evaluates; of more, a linear sketch preselects."""
     order: Order | None = None

@@ -26,7 +26,7 @@ import numpy as np
 from numba.core import caching
 from numba.core.registry import CPUDispatcher
 
-from tailrace import bitcode, compile_events
+from tailrace import bitcode, compile_events, compile_values
 
 _numba: Any = numba  # its options are not in its type hints
 _caching: Any = caching

@@ -9,13 +9,14 @@ otherwise.
 from typing import Any
 
 from llvmlite.ir import builder, instructions
-from numba.core import analysis, ir, lowering
+from numba.core import analysis, cgutils, ir, lowering, types
 
 _ir: Any = ir
 _analysis: Any = analysis
 _Lower: Any = lowering.Lower
 _Builder: Any = builder.IRBuilder
 _InsertValue: Any = instructions.InsertValue
+_Proxy: Any = cgutils.ValueStructProxy
 
 
 # ---- variables ----------------------------------------------------------------------------------
@@ -117,3 +118,71 @@ def _extract_known(builder: Any, whole: Any, index: Any, name: str = "") -> Any:
 
 
 _Builder.extract_value = _extract_known
+
+
+# ---- arrays -------------------------------------------------------------------------------------
+
+_begin = _Proxy.__init__
+_member, _get, _set = _Proxy.__getattr__, _Proxy.__getitem__, _Proxy.__setitem__
+_whole = _Proxy._getvalue
+
+
+def _begin_known(
+    proxy: Any, context: Any, builder: Any, value: Any = None, ref: Any = None
+) -> None:
+    """Begin to read or make an array's structure: as a value, as long as that is possible."""
+    if ref is not None or context.enable_nrt or type(proxy._fe_type) is not types.Array:
+        _begin(proxy, context, builder, value, ref)
+        return
+    model = context.data_model_manager[proxy._fe_type]
+    proxy._context, proxy._builder, proxy._datamodel = context, builder, model
+    proxy._be_type = proxy._get_be_type(model)
+    proxy._known = proxy._be_type(None) if value is None else value
+    proxy._made_in = builder.block
+    # Numba's property reads the shape from memory, to say that it is positive.
+    if "shape" in vars(type(proxy)):
+        del type(proxy).shape
+
+
+def _spill(proxy: Any) -> None:
+    """Put a structure into memory after all."""
+    builder = proxy._builder
+    with builder.goto_block(proxy._made_in):
+        pointer = cgutils.alloca_once_value(builder, proxy._known)
+    proxy._known, proxy._value, proxy._outer_ref = None, pointer, pointer
+
+
+def _member_known(proxy: Any, name: str) -> Any:
+    if name == "_known":
+        return None
+    if name in ("_value", "_outer_ref") and proxy._known is not None:
+        _spill(proxy)
+        return proxy._value
+    return _member(proxy, name)
+
+
+def _get_known(proxy: Any, index: int) -> Any:
+    if proxy._known is None:
+        return _get(proxy, index)
+    return proxy._builder.extract_value(proxy._known, index)
+
+
+def _set_known(proxy: Any, index: int, value: Any) -> None:
+    if proxy._known is not None:
+        if (
+            proxy._builder.block is proxy._made_in
+            and value.type == proxy._be_type.elements[index]
+        ):
+            proxy._known = proxy._builder.insert_value(proxy._known, value, index)
+            return
+        _spill(proxy)
+    _set(proxy, index, value)
+
+
+def _whole_known(proxy: Any) -> Any:
+    return _whole(proxy) if proxy._known is None else proxy._known
+
+
+_Proxy.__init__, _Proxy.__getattr__ = _begin_known, _member_known
+_Proxy.__getitem__, _Proxy.__setitem__ = _get_known, _set_known
+_Proxy._getvalue = _whole_known

@@ -22,81 +22,82 @@ _Proxy: Any = cgutils.ValueStructProxy
 # ---- variables ----------------------------------------------------------------------------------
 
 _find_local, _delete = _Lower._find_singly_assigned_variable, _Lower.delvar
+_lower_sorted = _Lower.lower_function_body
 
 
 def _find_values(lower: Any) -> None:
-    """Find the variables that need no memory: assigned once, and on every way to where they are used.
+    """Find the variables that need no memory: assigned once, on every way to where they are used.
 
-    Numba itself finds those that are used in a single block.
+    Numba finds those that are used in one block only.
     """
     _find_local(lower)
-    lower._tailrace_values = set()
-    if lower.context.enable_nrt or lower.func_ir.func_id.is_generator:
-        return
-    if lower._disable_sroa_like_opt:
+    lower._tailrace_values, lower._tailrace_order = set(), ()
+    generator = lower.func_ir.func_id.is_generator
+    if lower.context.enable_nrt or generator or lower._disable_sroa_like_opt:
         return
     blocks = lower.func_ir.blocks
-    assigned: dict[str, int] = {}
-    several = set(_analysis.must_use_alloca(blocks))
-    used: dict[str, set[int]] = {}  # in which blocks before an assignment there
-    for label, block in blocks.items():
-        here = set()
-        for statement in block.body:
-            if type(statement) is _ir.Del:
-                continue
-            target = None
-            if type(statement) is _ir.Assign:
-                target = statement.target.name
-                value = statement.value
-                read = [value] if type(value) is _ir.Var else ()
-                if isinstance(value, _ir.Inst):
-                    read = value.list_vars()
-            else:
-                read = statement.list_vars()
-            for variable in read:
-                if variable.name not in here:
-                    used.setdefault(variable.name, set()).add(label)
-            if target is not None:
-                if target in assigned:
-                    several.add(target)
-                assigned[target] = label
-                here.add(target)
-    graph = _analysis.compute_cfg_from_blocks(blocks)
-    dominators = graph.dominators()
-    for name, label in assigned.items():
-        if name in several:
-            continue
-        if all(
+    assigned, used = _uses(blocks)
+    dominators = _analysis.compute_cfg_from_blocks(blocks).dominators()
+    for name in assigned.keys() - _analysis.must_use_alloca(blocks):
+        label = assigned[name]
+        if label is not None and all(
             at != label and label in dominators.get(at, ()) for at in used.get(name, ())
         ):
             lower._tailrace_values.add(name)
     lower._singly_assigned_vars |= lower._tailrace_values
+    # A block after those that come before it on every way to it, and what is never reached last.
+    lower._tailrace_order = sorted(
+        blocks, key=lambda label: (len(dominators.get(label, blocks)), label)
+    )
+
+
+def _uses(blocks: Any) -> tuple[dict[str, int | None], dict[str, set[int]]]:
+    """Return the block that assigns each variable, and those that use what others assigned.
+
+    The block is None if the variable is assigned more than once.
+    """
+    assigned: dict[str, int | None] = {}
+    used: dict[str, set[int]] = {}
+    for label, block in blocks.items():
+        here = set()
+        for statement in block.body:
+            target, read = None, statement
+            if isinstance(statement, _ir.Assign):
+                target, read = statement.target.name, statement.value
+            if isinstance(read, _ir.Var):
+                names = [read.name]
+            elif isinstance(read, _ir.Inst):
+                names = [variable.name for variable in read.list_vars()]
+            else:
+                names = []
+            for name in names:
+                if name not in here:
+                    used.setdefault(name, set()).add(label)
+            if target is not None:
+                assigned[target] = None if target in assigned else label
+                here.add(target)
+    return assigned, used
 
 
 def _lower_body(lower: Any) -> Any:
-    """Lower every block after those that assign what it uses."""
-    blocks = lower.blocks
-    for label in blocks:
+    """Lower every block after those that assign what it uses; Numba goes by their numbers."""
+    if not lower._tailrace_order:
+        return _lower_sorted(lower)
+    for label in lower.blocks:
         lower.blkmap[label] = lower.function.append_basic_block(f"B{label}")
     lower.pre_lower()
     tail = lower.builder.basic_block
-    order = list(_analysis.compute_cfg_from_blocks(blocks).topo_order())
-    for label in (*order, *sorted(blocks.keys() - set(order))):
+    for label in lower._tailrace_order:
         lower.builder.position_at_end(lower.blkmap[label])
-        lower.lower_block(blocks[label])
+        lower.lower_block(lower.blocks[label])
     lower.post_lower()
     return tail
 
 
 def _delete_variable(lower: Any, name: str) -> None:
-    """Delete a variable: nothing to do for a value without a count of references."""
+    """Delete a variable: nothing to do for a value that nobody counts references to."""
     if name not in lower._tailrace_values:
         _delete(lower, name)
-
-
-_Lower._find_singly_assigned_variable = _find_values
-_Lower.lower_function_body = _lower_body
-_Lower.delvar = _delete_variable
 
 
 # ---- members of aggregates ----------------------------------------------------------------------
@@ -147,8 +148,9 @@ def _begin_known(
 def _spill(proxy: Any) -> None:
     """Put a structure into memory after all."""
     builder = proxy._builder
+    pointer = cgutils.alloca_once(builder, proxy._be_type)
     with builder.goto_block(proxy._made_in):
-        pointer = cgutils.alloca_once_value(builder, proxy._known)
+        builder.store(proxy._known, pointer)
     proxy._known, proxy._value, proxy._outer_ref = None, pointer, pointer
 
 

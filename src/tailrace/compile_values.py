@@ -99,6 +99,10 @@ def _delete_variable(lower: Any, name: str) -> None:
     if name not in lower._tailrace_values:
         _delete(lower, name)
 
+_Lower._find_singly_assigned_variable = _find_values
+_Lower.lower_function_body = _lower_body
+_Lower.delvar = _delete_variable
+
 
 # ---- members of aggregates ----------------------------------------------------------------------
 

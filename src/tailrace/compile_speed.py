@@ -105,26 +105,29 @@ if vars(_ir.Scope(None, _ir.unknown_loc)).keys() == {
 # ---- what a statement reads ---------------------------------------------------------------------
 
 _list_variables = _ir.Inst._rec_list_vars
-_SIMPLE = frozenset({str, int, bool, type(None), _ir.Loc})
+#: By type: the first of the types Numba asks for.
+_kinds: dict[type, type | None] = {}
 
 
-def _list_fast(statement: Any, value: Any) -> Any:
+def _kind(kind: type) -> type | None:
+    """Return what Numba takes a type for; None: there are no variables in it."""
+    known = (_ir.Var, _ir.Inst, list, tuple, dict)
+    _kinds[kind] = next((one for one in known if issubclass(kind, one)), None)
+    return _kinds[kind]
+
+
+def _list_fast(statement: Any, value: Any) -> list[Any]:
     """List the variables in a part of a statement; Numba asks for every type in turn."""
-    kind = type(value)
-    if kind is _ir.Var:
-        return [value]
-    if kind in _SIMPLE:
-        return []
-    if kind is dict:
-        value = value.values()
-    elif kind is not tuple and kind is not list:
-        return _list_variables(statement, value)
     found: list[Any] = []
-    for part in value:
+    kind = type(value)
+    for part in value.values() if kind is dict else value if kind in (list, tuple) else (value,):
         kind = type(part)
-        if kind is _ir.Var:
+        known = _kinds[kind] if kind in _kinds else _kind(kind)
+        if known is _ir.Var:
             found.append(part)
-        elif kind not in _SIMPLE:
+        elif known is _ir.Inst:
+            found += part.list_vars()
+        elif known is not None:
             found += _list_fast(statement, part)
     return found
 

@@ -1,9 +1,11 @@
-"""Makes Numba hand less to LLVM, by three changes to its internals that change no result.
+"""Lets Numba hand less to LLVM, by three changes to its internals that change no result.
 
-Numba keeps most variables in memory and leaves it to LLVM to find out that they are values. The
-engine's arrays come as one tuple with hundreds of numbers, so that copying it was most of what LLVM
-read. Each change checks that Numba is what it was written for (0.62 to 0.69), and leaves it alone
-otherwise.
+Numba keeps most variables and all arrays' structures in memory, and leaves it to LLVM to find out
+that they are values. The engine's arrays come as one tuple of hundreds of numbers, and copying it
+about was half of what LLVM read. What comes of it is also faster: LLVM does not find out all.
+
+Only for functions without reference counting (``compiled.jit`` and its kin). Each change checks
+that Numba is what it was written for (0.62 to 0.69), and leaves it alone otherwise.
 """
 
 from typing import Any
@@ -17,6 +19,11 @@ _Lower: Any = lowering.Lower
 _Builder: Any = builder.IRBuilder
 _InsertValue: Any = instructions.InsertValue
 _Proxy: Any = cgutils.ValueStructProxy
+
+
+def _names(function: Any) -> set[str]:
+    """Return the names a function uses, by which a changed one is recognised."""
+    return set(function.__code__.co_names)
 
 
 # ---- variables ----------------------------------------------------------------------------------
@@ -99,9 +106,23 @@ def _delete_variable(lower: Any, name: str) -> None:
     if name not in lower._tailrace_values:
         _delete(lower, name)
 
-_Lower._find_singly_assigned_variable = _find_values
-_Lower.lower_function_body = _lower_body
-_Lower.delvar = _delete_variable
+
+if (
+    _names(_lower_sorted) == {
+        "blocks", "function", "append_basic_block", "blkmap", "pre_lower", "builder",
+        "basic_block", "debug_print", "format", "fndesc", "unique_name", "sorted", "items",
+        "position_at_end", "lower_block", "post_lower",
+    }
+    and _names(_Lower.loadvar) == {
+        "_blk_local_varmap", "_disable_sroa_like_opt", "getvar", "func_ir", "arg_names",
+        "debuginfo", "suspend_emission", "builder", "load",
+    }
+    and _names(_delete) >= {"_singly_assigned_vars", "_blk_local_varmap", "decref"}
+    and _names(_Lower.storevar) >= {"_singly_assigned_vars", "_blk_local_varmap", "_alloca_var"}
+):  # fmt: skip
+    _Lower._find_singly_assigned_variable = _find_values
+    _Lower.lower_function_body = _lower_body
+    _Lower.delvar = _delete_variable
 
 
 # ---- members of aggregates ----------------------------------------------------------------------
@@ -122,7 +143,8 @@ def _extract_known(builder: Any, whole: Any, index: Any, name: str = "") -> Any:
     return _extract(builder, whole, wanted, name=name)
 
 
-_Builder.extract_value = _extract_known
+if _names(_InsertValue.__init__) >= {"aggregate", "indices"}:
+    _Builder.extract_value = _extract_known
 
 
 # ---- arrays -------------------------------------------------------------------------------------
@@ -135,16 +157,16 @@ _whole = _Proxy._getvalue
 def _begin_known(
     proxy: Any, context: Any, builder: Any, value: Any = None, ref: Any = None
 ) -> None:
-    """Begin to read or make an array's structure: as a value, as long as that is possible."""
+    """Begin to read or to make the structure of an array: as a value, as long as that will do."""
     if ref is not None or context.enable_nrt or type(proxy._fe_type) is not types.Array:
         _begin(proxy, context, builder, value, ref)
         return
-    model = context.data_model_manager[proxy._fe_type]
-    proxy._context, proxy._builder, proxy._datamodel = context, builder, model
-    proxy._be_type = proxy._get_be_type(model)
+    proxy._context, proxy._builder = context, builder
+    proxy._datamodel = context.data_model_manager[proxy._fe_type]
+    proxy._be_type = proxy._get_be_type(proxy._datamodel)
     proxy._known = proxy._be_type(None) if value is None else value
     proxy._made_in = builder.block
-    # Numba's property reads the shape from memory, to say that it is positive.
+    # Numba's property reads the shape from memory, to tell LLVM that it is positive.
     if "shape" in vars(type(proxy)):
         del type(proxy).shape
 
@@ -159,6 +181,7 @@ def _spill(proxy: Any) -> None:
 
 
 def _member_known(proxy: Any, name: str) -> Any:
+    """Return what a structure lacks: a member, or its place in memory."""
     if name == "_known":
         return None
     if name in ("_value", "_outer_ref") and proxy._known is not None:
@@ -168,17 +191,17 @@ def _member_known(proxy: Any, name: str) -> Any:
 
 
 def _get_known(proxy: Any, index: int) -> Any:
+    """Read a member."""
     if proxy._known is None:
         return _get(proxy, index)
     return proxy._builder.extract_value(proxy._known, index)
 
 
 def _set_known(proxy: Any, index: int, value: Any) -> None:
+    """Write a member. Elsewhere than where the structure was made, only memory will do."""
     if proxy._known is not None:
-        if (
-            proxy._builder.block is proxy._made_in
-            and value.type == proxy._be_type.elements[index]
-        ):
+        fits = value.type == proxy._be_type.elements[index]
+        if fits and proxy._builder.block is proxy._made_in:
             proxy._known = proxy._builder.insert_value(proxy._known, value, index)
             return
         _spill(proxy)
@@ -186,9 +209,16 @@ def _set_known(proxy: Any, index: int, value: Any) -> None:
 
 
 def _whole_known(proxy: Any) -> Any:
+    """Return the whole structure."""
     return _whole(proxy) if proxy._known is None else proxy._known
 
 
-_Proxy.__init__, _Proxy.__getattr__ = _begin_known, _member_known
-_Proxy.__getitem__, _Proxy.__setitem__ = _get_known, _set_known
-_Proxy._getvalue = _whole_known
+if _names(_begin) == {
+    "_context", "data_model_manager", "_fe_type", "_datamodel", "isinstance", "numba", "core",
+    "datamodel", "StructModel", "TypeError", "format", "_builder", "_get_be_type", "_be_type",
+    "is_pointer", "_make_refs", "type", "pointee", "AssertionError", "as_pointer", "store",
+    "_value", "_outer_ref",
+} and _names(_whole) == {"_builder", "load", "_outer_ref"}:  # fmt: skip
+    _Proxy.__init__, _Proxy.__getattr__ = _begin_known, _member_known
+    _Proxy.__getitem__, _Proxy.__setitem__ = _get_known, _set_known
+    _Proxy._getvalue = _whole_known

@@ -13,7 +13,7 @@ PACKAGE = Path(tailrace.__file__).parent
 LAYERS = (
     ("moved",),
     ("__init__",),
-    ("errors", "compile_events", "compile_speed"),
+    ("errors", "compile_events", "compile_speed", "compile_values"),
     ("bitcode",),
     ("compiled", "config", "files", "parallel", "seeds"),
     ("scenario",),

@@ -10,11 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import llvmlite.binding as llvm
-from numba.core import codegen, compiler, cpu
+from numba.core import codegen, compiler, config, cpu
 
 from tailrace import compile_speed
 
 _codegen: Any = codegen
+_config: Any = config
 _compiler: Any = compiler
 _llvm: Any = llvm
 
@@ -45,7 +46,7 @@ class MachineCode(_codegen.JITCodeLibrary):  # type: ignore[misc]
         for function in self._final_module.functions:
             if not function.is_declaration and function.linkage == _llvm.Linkage.linkonce_odr:
                 function.linkage = "internal"
-        super()._optimize_final_module()
+        _optimise(self._codegen, self._final_module)
 
 
 class DenseMachineCode(MachineCode):
@@ -196,6 +197,24 @@ def _shrink(generator: Any, module: Any) -> None:
             passes.add_simplify_cfg_pass()
             passes.add_instruction_combine_pass()
             passes.run(function, generator._pass_builder())
+
+
+def _optimise(generator: Any, module: Any) -> None:
+    """Optimise a module as Numba does, but unroll no loops.
+
+    Loops over a few replicas or requests are slower unrolled, and take longer to compile.
+    """
+    first, builder = generator._module_pass_manager(
+        loop_vectorize=generator._loopvect, slp_vectorize=False, opt=generator._opt_level,
+        cost="cheap",
+    )  # fmt: skip
+    first.run(module, builder)
+    tuning = _llvm.create_pipeline_tuning_options(speed_level=_config.OPT)
+    tuning.loop_vectorization = _config.LOOP_VECTORIZE
+    tuning.slp_vectorization = _config.SLP_VECTORIZE
+    tuning.loop_unrolling = False
+    builder = _llvm.create_pass_builder(generator._tm, tuning)
+    builder.getModulePassManager().run(module, builder)
 
 
 class Loading:

@@ -26,7 +26,11 @@ import numpy as np
 from numba.core import caching
 from numba.core.registry import CPUDispatcher
 
-from tailrace import bitcode, compile_events
+from tailrace import (
+    bitcode,
+    compile_events,
+    compile_values,  # noqa: F401  # it changes Numba
+)
 
 _numba: Any = numba  # its options are not in its type hints
 _caching: Any = caching
@@ -41,6 +45,7 @@ _KERNEL_SOURCES = (
     *(
         "bitcode.py",
         "compile_speed.py",
+        "compile_values.py",
         "compiled.py",
         "net/chunk_kernel.py",
         "net/framing.py",

@@ -35,7 +35,6 @@ from tailrace.sim.types import (
     SLOT_OFFSET,
     SLOT_REQUEST,
     SLOT_ROW,
-    SLOT_ROWS,
     VLLM_V1,
     WAITING,
 )
@@ -340,10 +339,20 @@ def next_block_event(server, request, offset, tick):
 
 
 @inner
+def copy_slot(source, i, target, k):
+    """Copy slot ``i`` of one matrix to slot ``k`` of another. Written out: no loop is unrolled."""
+    target[SLOT_REQUEST, k] = source[SLOT_REQUEST, i]
+    target[SLOT_FINISH, k] = source[SLOT_FINISH, i]
+    target[SLOT_OFFSET, k] = source[SLOT_OFFSET, i]
+    target[SLOT_CHUNK, k] = source[SLOT_CHUNK, i]
+    target[SLOT_EVENT, k] = source[SLOT_EVENT, i]
+    target[SLOT_ROW, k] = source[SLOT_ROW, i]
+
+
+@inner
 def _move_slot(slots, source, target):
     if source != target:
-        for k in range(SLOT_ROWS):
-            slots[k, target] = slots[k, source]
+        copy_slot(slots, source, slots, target)
 
 
 @inner

@@ -19,7 +19,6 @@ from tailrace.sim.types import (
     SLOT_CHUNK,
     SLOT_OFFSET,
     SLOT_REQUEST,
-    SLOT_ROWS,
 )
 from tailrace.view.objective import compiled_cost
 from tailrace.view.ordering import request_priority
@@ -97,8 +96,7 @@ def _copy(fleet, facts, c, r, oracle):
     server["context"] = 0
     server["next_finish"] = batching.NO_TICK
     for i in range(resident):
-        for k in range(SLOT_ROWS):
-            slots[k, i] = fleet.slots[c, r, k, i]
+        batching.copy_slot(fleet.slots[c, r], i, slots, i)
         n = slots[SLOT_REQUEST, i]
         ghosts[count] = requests[n]
         numbers[count] = n

@@ -19,10 +19,11 @@ from tailrace.view.records import COST, MAX_KNOTS
 def token_ms(cost, tokens):
     """Part of the iteration time that depends on the number of tokens only, ms."""
     ms = cost["base_ms"] + cost["per_token_ms"] * tokens
-    for k in range(MAX_KNOTS):
+    for k in range(MAX_KNOTS):  # they ascend, see cost_rows
         over = tokens - cost["knot"][k]
-        if over > 0.0:
-            ms += cost["slope_ms"][k] * over
+        if over <= 0.0:
+            break
+        ms += cost["slope_ms"][k] * over
     return ms
 
 

@@ -1,7 +1,8 @@
 """The network's forward and backward pass for training, faster than torch's own.
 
 The same function of the same weights as ``policy.learned.network.Network``, without memory: matrix
-products are torch's, and what lies between them is compiled (learn/improve/fused_kernels.py). A
+products are those of torch's libraries, and what lies between them is compiled
+(learn/improve/fused_kernels.py). A
 minibatch passes in tiles that stay in the processor's cache, forwards and at once backwards, in
 memory that is allocated once; gradients are added up by hand, since autograd would take longer than
 a tile. The tests hold values and gradients to the network's. With torch's own pass a whole PPO
@@ -33,6 +34,9 @@ COMPILED = not _numba.config.DISABLE_JIT
 TILE_ROWS = 4096
 #: Shapes of tiles whose memory is kept; minibatches of one update have a few.
 MOST_SHAPES = 8
+#: oneDNN's product. Torch itself takes MKL's, which is less than half as fast on processors of AMD:
+#: with it an update takes 1.25 times as long (bench_train.py). Some builds of torch lack oneDNN.
+_onednn: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 def tiles(states: int, replicas: int) -> Iterator[slice]:
@@ -161,7 +165,8 @@ class _TrunkPass:
         trunk = self._trunk
         first = trunk.input.weight / self._std  # the normaliser is multiplied in
         self._first_bias = trunk.input.bias - first @ self._mean
-        self._first_replica, self._first_request = first.T.split(self._inputs)
+        self._first_replica = first[:, : self._inputs[0]].contiguous()
+        self._first_request = first[:, self._inputs[0] :].T
         self._gain, self._bias = arrays(trunk.norm.weight, trunk.norm.bias)
         self._second, self._second_bias = trunk.hidden.weight.detach(), *arrays(trunk.hidden.bias)
         query = trunk.query.weight / math.sqrt(self._size)
@@ -178,37 +183,37 @@ class _TrunkPass:
         s = self._last = _kept(self._spaces, _TrunkSpace, *shape)
         s.x, s.g = x, g
         torch.addmm(self._first_bias, g, self._first_request, out=s.shared.tensor)
-        torch.mm(x, self._first_replica, out=s.normal.tensor)
+        s.normal = _product(x, self._first_replica)
         kernels.first_layer(
             s.normal.array, s.shared.array, self._gain, self._bias, s.h1.array, s.slope1, s.scale
         )
-        torch.mm(s.h1.tensor, self._second.T, out=s.rows.tensor)
+        s.rows = _product(s.h1.tensor, self._second)
         kernels.hidden_layer(s.rows.array, self._second_bias, s.h2.array, s.slope2)
-        torch.mm(s.h2.tensor, self._projection.T, out=s.projected.tensor)
+        s.projected = _product(s.h2.tensor, self._projection)
         flat, mixed = s.projected.array.reshape(-1), s.mixed.array.reshape(-1)
         kernels.attend(flat, mask, s.attention, mixed, self._heads)
-        s.rows.tensor.addmm_(s.mixed.tensor, self._output.T)
+        s.rows.tensor.add_(_product(s.mixed.tensor, self._output).tensor)
         return s.rows
 
     def backward(self, grad: "_Buffer") -> None:
         s = self._last
-        torch.mm(grad.tensor, self._output, out=s.of_mixed.tensor)
+        of_mixed = _product(grad.tensor, self._output.T)
         kernels.attend_back(
-            s.of_mixed.array.reshape(-1), s.projected.array.reshape(-1), s.attention,
+            of_mixed.array.reshape(-1), s.projected.array.reshape(-1), s.attention,
             s.of_projected.array.reshape(-1), s.change, self._heads,
         )  # fmt: skip
-        self._of_output.addmm_(s.mixed.tensor.T, grad.tensor)
-        self._of_projection.addmm_(s.of_projected.tensor.T, s.h2.tensor)
-        torch.mm(s.of_projected.tensor, self._projection, out=s.of_h2.tensor)
-        kernels.hidden_layer_back(s.of_h2.array, grad.array, s.slope2, self._of_second_bias.array)
-        self._of_second.addmm_(s.of_h2.tensor.T, s.h1.tensor)
-        torch.mm(s.of_h2.tensor, self._second, out=s.of_rows.tensor)
+        _add_product(self._of_output, s.mixed.tensor, grad.tensor)
+        _add_product(self._of_projection, s.of_projected.tensor, s.h2.tensor)
+        of_h2 = _product(s.of_projected.tensor, self._projection.T)
+        kernels.hidden_layer_back(of_h2.array, grad.array, s.slope2, self._of_second_bias.array)
+        _add_product(self._of_second, of_h2.tensor, s.h1.tensor)
+        of_rows = _product(of_h2.tensor, self._second.T)
         kernels.first_layer_back(
-            s.of_rows.array, s.slope1, s.normal.array, s.scale, self._gain,
+            of_rows.array, s.slope1, s.normal.array, s.scale, self._gain,
             self._of_gain.array, self._of_bias.array, s.of_shared.array,
         )  # fmt: skip
         # This way round, since torch takes half as long again for an odd number of columns.
-        self._of_replica.addmm_(s.x.T, s.of_rows.tensor)
+        _add_product(self._of_replica, s.x, of_rows.tensor)
         self._of_request.addmm_(s.g.T, s.of_shared.tensor)
         self._of_first_bias += s.of_shared.tensor.sum(0)
 
@@ -239,8 +244,8 @@ class _HeadPass:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._units, self._inputs = head.hidden.weight.shape
-        self._of_weight = torch.zeros(self._units, self._inputs)
+        self._units = len(head.hidden.weight)
+        self._of_weight = torch.zeros(head.hidden.weight.shape)
         self._of_last, self._of_bias = _Buffer.of(self._units), _Buffer.of(self._units)
         self._of_last_bias = torch.zeros(1)
         self._spaces: dict[tuple[int, ...], _HeadSpace] = {}
@@ -256,11 +261,11 @@ class _HeadPass:
             total.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
-        s = self._space = _kept(self._spaces, _HeadSpace, len(x), self._units, self._inputs)
+        s = self._space = _kept(self._spaces, _HeadSpace, len(x), self._units)
         s.x = x
-        torch.mm(x, self._weight.T, out=s.rows.tensor)
+        rows = _product(x, self._weight)
         kernels.weigh(
-            s.rows.array, self._bias, s.hidden, s.slope.array, self._last, self._last_bias,
+            rows.array, self._bias, s.hidden, s.slope.array, self._last, self._last_bias,
             s.out.array,
         )  # fmt: skip
         return s.out.tensor
@@ -272,15 +277,36 @@ class _HeadPass:
             grad.numpy(), s.hidden, s.slope.array, self._last,
             self._of_last.array, self._of_bias.array,
         )  # fmt: skip
-        self._of_weight.addmm_(s.slope.tensor.T, s.x)
+        _add_product(self._of_weight, s.slope.tensor, s.x)
         self._of_last_bias += grad.sum()
-        torch.mm(s.slope.tensor, self._weight, out=s.of_x.tensor)
-        return s.of_x
+        return _product(s.slope.tensor, self._weight.T)
 
     def set_gradients(self) -> None:
         hidden, output = self._head.hidden, self._head.output
         hidden.weight.grad, hidden.bias.grad = self._of_weight, self._of_bias.tensor
         output.weight.grad, output.bias.grad = self._of_last.tensor[None], self._of_last_bias
+
+
+# ---- matrix products ----------------------------------------------------------------------------
+
+
+def _linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """Return [M, n]: ``rows`` [M, k] times the transposed ``weight`` [n, k]."""
+    if _onednn is None:
+        return rows @ weight.T
+    made: Tensor = _onednn(rows, weight, None, "none", [], "")
+    return made
+
+
+def _product(rows: Tensor, weight: Tensor) -> "_Buffer":
+    """Return [M, n]: ``rows`` [M, k] times the transposed ``weight`` [n, k]."""
+    made = _linear(rows, weight)
+    return _Buffer(made, made.numpy())
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add the transposed ``left`` [M, n] times ``right`` [M, k] to ``total`` [n, k]."""
+    total += _linear(left.T, right.T)
 
 
 # ---- working memory -----------------------------------------------------------------------------
@@ -303,17 +329,17 @@ class _TrunkSpace:
 
     x: Tensor
     g: Tensor
+    normal: "_Buffer"
+    rows: "_Buffer"
+    projected: "_Buffer"
 
     def __init__(self, states: int, n: int, hidden: int, width: int, heads: int) -> None:
         rows = states * n
         self.shared, self.of_shared = (_Buffer.of(states, hidden) for _ in range(2))
-        self.normal, self.h1, self.rows, self.h2, self.of_h2, self.of_rows = (
-            _Buffer.of(rows, hidden) for _ in range(6)
-        )
+        self.h1, self.h2 = (_Buffer.of(rows, hidden) for _ in range(2))
         self.scale = np.zeros(rows, np.float32)
         self.slope1, self.slope2 = np.zeros((2, rows, hidden), np.float32)
-        self.projected, self.of_projected = (_Buffer.of(rows, 3 * width) for _ in range(2))
-        self.mixed, self.of_mixed = (_Buffer.of(rows, width) for _ in range(2))
+        self.of_projected, self.mixed = _Buffer.of(rows, 3 * width), _Buffer.of(rows, width)
         self.attention = np.zeros(rows * heads * n, np.float32)
         self.change = np.zeros((n, n), np.float32)
 
@@ -323,10 +349,9 @@ class _HeadSpace:
 
     x: Tensor
 
-    def __init__(self, rows: int, units: int, inputs: int) -> None:
-        self.rows, self.slope = _Buffer.of(rows, units), _Buffer.of(rows, units)
+    def __init__(self, rows: int, units: int) -> None:
+        self.slope, self.out = _Buffer.of(rows, units), _Buffer.of(rows)
         self.hidden = np.zeros((rows, units), np.float32)
-        self.out, self.of_x = _Buffer.of(rows), _Buffer.of(rows, inputs)
 
 
 class _PoolSpace:

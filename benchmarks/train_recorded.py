@@ -4,6 +4,11 @@
     python benchmarks/train_recorded.py TRACES --devices --from runs/recorded-0/last.tailrace \
         -o runs/devices-0
     python benchmarks/average_policies.py runs/recorded-0/last.tailrace runs/devices-0/best.tailrace
+    python benchmarks/train_recorded.py TRACES --steady --from averaged.tailrace -o runs/steady-0
+    python benchmarks/train_recorded.py TRACES --steady --long --from runs/steady-0/best.tailrace \
+        -o runs/steady-1
+    python benchmarks/average_policies.py runs/steady-1/checkpoints/000001.tailrace \
+        runs/steady-1/checkpoints/000007.tailrace --share 0.5 --run runs/steady-1
 
 TRACES is a folder of recordings, as for `tailrace evaluate --suite real`. Only conversations of the
 half `train` are played, so that the other half can judge. Prints the outcome as JSON.
@@ -35,6 +40,29 @@ DEVICES: tuple[tuple[str, float, dict[str, int]], ...] = (
     ("sessions-hot", 0.75, {"h100-llama2-7b": 1, "a100-llama3-8b": 2, "a40-llama2-7b": 1}),
     ("chat", 0.85, {"h100-llama2-70b-tp4": 1, "a100-llama2-70b-tp4": 2}),
 )
+#: Large clusters of equal servers: workload, load, number of servers.
+LARGE: tuple[tuple[str, float, int], ...] = (
+    ("chat", 0.9, 6), ("chat", 0.95, 8), ("chat", 0.9, 11), ("chat", 0.8, 13), ("chat", 0.95, 14),
+    ("chat", 0.9, 16), ("mixed", 0.95, 10), ("code-completion", 0.85, 12), ("reasoning", 0.9, 16),
+    ("chat", 0.9, 20), ("multi-turn-chat", 0.9, 9), ("sessions-hot", 0.9, 12),
+)  # fmt: skip
+#: Without the features that grow with what a replica was sent: a policy that likes one of them
+#: sends more to whoever has most. Large clusters of equal servers had tails twice as long.
+STEADY: dict[str, Any] = {
+    "network": {"ignore": ["throughput", "throughput_vs_mean", "recent_work",
+                           "recent_work_vs_mean", "trend"]},
+    "updates": 8,
+    "randomise": {"share": 0.2},
+    "demonstrations": {"rounds": 1},
+    "branching": {"tail_weight": 0.1},
+}  # fmt: skip
+#: The same for longer.
+LONG: dict[str, Any] = {
+    "updates": 24,
+    "demonstrations": {"rounds": 2, "worlds": 200, "decisions": 1000},
+    "branching": {"worlds": 84, "states": 24},
+    "evaluation": {"every": 3, "randomised": 24, "average_checkpoints": 4},
+}
 
 
 def mixed_devices() -> list[dict[str, Any]]:
@@ -49,6 +77,27 @@ def mixed_devices() -> list[dict[str, Any]]:
     ]
 
 
+def large() -> list[dict[str, Any]]:
+    """Return the scenarios of LARGE."""
+    return [
+        {
+            "name": f"large-{count}-{workload}",
+            "workload": {"name": workload, "arrivals": "poisson", "load": load},
+            "cluster": {"replicas": [{"device": "a100-llama3-8b", "count": count}]},
+        }
+        for workload, load, count in LARGE
+    ]
+
+
+def change(preset: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Change settings of a preset, table by table."""
+    for name, value in changes.items():
+        if isinstance(value, dict):
+            change(preset.setdefault(name, {}), value)
+        else:
+            preset[name] = value
+
+
 def main() -> None:
     """Make the scenarios, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -58,6 +107,12 @@ def main() -> None:
     parser.add_argument(
         "--devices", action="store_true", help="add clusters of several kinds of servers"
     )
+    parser.add_argument(
+        "--steady",
+        action="store_true",
+        help="hide features that feed on themselves",
+    )
+    parser.add_argument("--long", action="store_true", help="with --steady: more of it")
     parser.add_argument("--jobs", type=int, default=1)
     given = parser.parse_args()
     work = given.out.with_name(f"{given.out.name}-traces")
@@ -67,6 +122,10 @@ def main() -> None:
     if given.devices:
         preset["scenarios"] += 2 * mixed_devices()
         preset["demonstrations"] |= {"rounds": 1, "worlds": 72}
+    if given.steady:
+        preset["scenarios"] += mixed_devices() + large()
+        change(preset, STEADY)
+        change(preset, LONG if given.long else {})
     outcome = Trainer(given.out, settings.build(preset, {"start": given.start}), given.jobs).run()
     rule, score = outcome.best_rule
     print(json.dumps({"best": str(outcome.best), "score": outcome.best_score, rule: score}))

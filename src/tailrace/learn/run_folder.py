@@ -31,7 +31,6 @@ from tailrace.files import atomic_path
 from tailrace.learn.settings import TrainSettings
 from tailrace.learn.worlds import FIGURE_NAMES
 from tailrace.policy.learned import checkpoint
-from tailrace.policy.learned.architecture import SKETCH
 from tailrace.policy.learned.network import Network
 
 Arrays = dict[str, NDArray[Any]]
@@ -170,17 +169,13 @@ class RunFolder:
         settings: TrainSettings,
         step: int,
         scores: Mapping[str, Any],
-        sketch: NDArray[np.float32] | None = None,
     ) -> None:
         """Write a policy file."""
-        tensors = network.tensors()
-        if sketch is not None:
-            tensors[SKETCH] = sketch
         training = {"step": step, "settings": settings.model_dump(mode="json")}
         checkpoint.save(
             path,
             network.config,
-            tensors,
+            network.tensors(),
             training=training,
             seeds=[settings.seed],
             scores=scores,

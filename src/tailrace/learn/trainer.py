@@ -37,7 +37,7 @@ from tailrace.learn.world_schedule import WorldSchedule
 from tailrace.learn.worlds import CompiledPolicy, label
 from tailrace.parallel import WorkerPool
 from tailrace.policy.learned import checkpoint
-from tailrace.policy.learned.architecture import pack
+from tailrace.policy.learned.architecture import SKETCH, pack
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import REPLICA_FEATURES, REQUEST_FEATURES
 from tailrace.seeds import generator
@@ -470,7 +470,7 @@ class Trainer:
         best_score = self.state.best_score
         if best_score is None:
             raise TailraceError("the run ended without an evaluation")
-        self._sketch_best()
+        self.sketch(self.folder.best)
         checks = stopping.health(self._rows, best_score, self.validation.best_rule, equal)
         self.folder.write_json("health.json", [asdict(check) for check in checks])
         return Outcome(
@@ -481,24 +481,19 @@ class Trainer:
             checks,
         )
 
-    def _sketch_best(self) -> None:
-        """Give the best policy the means to make a shortlist of a large cluster."""
+    def sketch(self, path: Path) -> None:
+        """Give a policy file of this run the means to make a shortlist of a large cluster."""
         self.watcher.phase("sketching")
-        about, tensors = checkpoint.read(self.folder.best)
-        best = Network(self.network.config, self.network.features, self.network.globals_)
-        best.load_tensors(tensors)
-        tasks = self.schedule.sketch_tasks(pack(best.config, best.tensors()))
+        about, tensors = checkpoint.read(path)
+        policy = Network(self.network.config, self.network.features, self.network.globals_)
+        policy.load_tensors(tensors)
+        tasks = self.schedule.sketch_tasks(pack(policy.config, policy.tensors()))
         seen = by_cluster_size(run_tasks(self.workers, label, tasks, self.watcher.tasks))
         if not seen:
             return  # traffic too short to see anything: it looks at all replicas
-        self.folder.save_policy(
-            self.folder.best,
-            best,
-            self.settings,
-            self.state.best_step,
-            about["scores"],
-            sketch.fit(best, seen),
-        )
+        notes = {name: about[name] for name in ("training", "seeds", "scores")}
+        sketched = policy.tensors() | {SKETCH: sketch.fit(policy, seen)}
+        checkpoint.save(path, policy.config, sketched, **notes)
 
     # ---- state ----------------------------------------------------------------------------------
 

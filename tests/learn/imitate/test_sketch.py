@@ -5,7 +5,7 @@ import torch
 
 from tailrace.learn.imitate import sketch
 from tailrace.learn.samples import Samples
-from tailrace.policy.learned.architecture import NetworkConfig
+from tailrace.policy.learned.architecture import FEATURE_NAMES, NetworkConfig
 from tailrace.policy.learned.network import Network
 from tailrace.policy.learned.observation import N_REPLICA_FEATURES, N_REQUEST_FEATURES
 
@@ -38,6 +38,17 @@ def test_a_linear_network_is_found_again():
     found = sketch.fit(network, [states(400, 3, 0), states(400, 7, 1)])
     np.testing.assert_allclose(found, weights, atol=0.02)
     assert found.dtype == np.float32
+
+
+def test_features_that_are_hidden_from_the_network_have_no_weight():
+    network = Linear(NetworkConfig(ignore=("trend",)), N_REPLICA_FEATURES, N_REQUEST_FEATURES)
+    hidden = FEATURE_NAMES.index("trend")
+    weights = np.random.default_rng(3).normal(size=N_REPLICA_FEATURES).astype(np.float32)
+    network.weights = torch.from_numpy(weights)
+    weights[hidden] = 0.0
+    seen = states(400, 7, 1)
+    seen.replica_obs[:, :, hidden] = seen.replica_obs[:, :, 0]  # it would do as well as the first
+    np.testing.assert_allclose(sketch.fit(network, [seen]), weights, atol=0.02)
 
 
 def test_the_choice_of_a_real_network_is_among_the_first():

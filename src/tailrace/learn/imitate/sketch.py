@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from tailrace.learn.imitate.fit import ObservationBatch
 from tailrace.learn.samples import Samples
+from tailrace.policy.learned.architecture import FEATURE_NAMES
 from tailrace.policy.learned.network import Network
 
 #: A replica counts e times less with every so much that its logit is behind the best,
@@ -25,8 +26,12 @@ RIDGE = 1e-3
 
 
 def fit(network: Network, groups: Sequence[Samples]) -> NDArray[np.float32]:
-    """Return the weights [F] of the features; a larger sum is a better replica."""
+    """Return the weights [F] of the features; a larger sum is a better replica.
+
+    Features that are hidden from the network (``ignore``) have the weight 0.
+    """
     features = network.features
+    shown = [k for k in range(features) if FEATURE_NAMES[k] not in network.config.ignore]
     squares, products = np.zeros((features, features)), np.zeros(features)
     for samples in groups:
         with torch.no_grad():
@@ -40,5 +45,8 @@ def fit(network: Network, groups: Sequence[Samples]) -> NDArray[np.float32]:
         y = logits - (weights * logits).sum(axis=1, keepdims=True)
         squares += np.einsum("kn,knf,kng->fg", weights, x, x, optimize=True)
         products += np.einsum("kn,knf,kn->f", weights, x, y, optimize=True)
-    squares += RIDGE * np.trace(squares) / features * np.eye(features)
-    return np.linalg.solve(squares, products).astype(np.float32)
+    squares, products = squares[np.ix_(shown, shown)], products[shown]
+    squares += RIDGE * np.trace(squares) / len(shown) * np.eye(len(shown))
+    weights = np.zeros(features, np.float32)
+    weights[shown] = np.linalg.solve(squares, products)
+    return weights

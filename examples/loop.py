@@ -6,8 +6,8 @@
 
 The steps are in tailrace/assess/rollout.py. They print the commands they run and keep what these
 print in FOLDER. The load is made up; in front of your own servers your clients take its place.
-Needs `pip install '.[serve,train]'` in a clone. Everything started listens on 127.0.0.1 and is stopped
-in the end, also by Ctrl-C. docs/loop.md has the figures of such runs.
+Needs `pip install '.[serve,train]'` in a clone. Everything started listens on 127.0.0.1 and is
+stopped in the end, also by Ctrl-C. docs/loop.md has the figures of such runs.
 """
 
 import argparse

@@ -47,7 +47,7 @@ LARGE: tuple[tuple[str, float, int], ...] = (
     ("chat", 0.9, 20), ("multi-turn-chat", 0.9, 9), ("sessions-hot", 0.9, 12),
 )  # fmt: skip
 #: Without the features that grow with what a replica was sent: a policy that likes one of them
-#: sends more to whoever has most. Large clusters of equal servers had tails twice as long.
+#: sends more to the busiest. Large clusters of equal servers had tails twice as long.
 STEADY: dict[str, Any] = {
     "network": {"ignore": ["throughput", "throughput_vs_mean", "recent_work",
                            "recent_work_vs_mean", "trend"]},

@@ -62,13 +62,22 @@ def both(network: Network, *given: torch.Tensor | None):
     return [way(network, given, of_logits, of_values) for way in (by_torch, by_hand)]
 
 
+@pytest.fixture(params=["oneDNN", "torch"])
+def products(request, monkeypatch):
+    """With oneDNN's matrix products, and with torch's, as builds without oneDNN have them."""
+    if request.param == "torch":
+        monkeypatch.setattr(fused, "_onednn", None)
+    elif fused._onednn is None:
+        pytest.skip("this torch has no oneDNN")
+
+
 @pytest.fixture(params=[1, 6, 4096])
 def tile_rows(request, monkeypatch):
     """A state at a time, tiles of different sizes, and all at once."""
     monkeypatch.setattr(fused, "TILE_ROWS", request.param)
 
 
-@pytest.mark.usefixtures("tile_rows")
+@pytest.mark.usefixtures("tile_rows", "products")
 @pytest.mark.parametrize(
     ("variant", "attention", "heads"),
     [("plain", 6, 3), ("decoupled", 6, 3), ("prior", 6, 3), ("plain", 32, 2), ("plain", 40, 1)],

@@ -107,6 +107,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "original reward": ("ppo", ORIGINAL, CHAT),
     "original reward gae": ("ppo", merged(ORIGINAL, {"advantage": "gae"}), CHAT),
     "small lookahead": ("ppo", merged(LOOKAHEAD, FEW_LABELS), LOOKAHEAD_SCENARIOS),
+    "small lookahead gae": (
+        "ppo", merged(LOOKAHEAD, FEW_LABELS, {"advantage": "gae"}), LOOKAHEAD_SCENARIOS
+    ),
+    "small lookahead original": (
+        "ppo", merged(LOOKAHEAD, FEW_LABELS, ORIGINAL), LOOKAHEAD_SCENARIOS
+    ),
     "lookahead branching": (
         "ppo", merged(LOOKAHEAD, BRANCHING, LONG_BRANCHES), LOOKAHEAD_SCENARIOS
     ),
@@ -119,6 +125,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 #: Whose clone a variant starts from, judged once. The rest of ``ppo`` does not change its clone.
 CLONE_OF = {
     **dict.fromkeys(("ppo", "gae", "branching", "original reward", "original reward gae"), "ppo"),
+    **dict.fromkeys(("small lookahead gae", "small lookahead original"), "small lookahead"),
     **{
         name: name
         for name in ("small lookahead", "modest lookahead", "lookahead branching", "vidur")
@@ -422,6 +429,8 @@ SHOWN_VARIANTS = {
     "original reward gae": "`ppo`, the original's reward, advantage `gae`",
     "modest lookahead": "branches from 4 000 labels of the look-ahead",
     "small lookahead": "groups from 1 200 labels of the look-ahead",
+    "small lookahead gae": "the same, advantage `gae`",
+    "small lookahead original": "the same, the original's reward",
     "lookahead branching": "branches from 12 000 labels of the look-ahead",
     "scratch": "`ppo-scratch`",
     "vidur": "`ppo-vidur`",

@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,7 @@ LONG_BRANCHES: dict[str, Any] = {
 
 def merged(*changes: Mapping[str, Any]) -> dict[str, Any]:
     """Put changes over each other, table by table."""
-    whole: dict[str, Any] = {}
-    for change in changes:
-        for name, value in change.items():
-            inner = isinstance(value, Mapping) and isinstance(whole.get(name), Mapping)
-            whole[name] = merged(whole[name], value) if inner else value
-    return whole
+    return reduce(scenarios.merged, changes, {})
 
 
 #: Preset, changes, and the scenarios a variant is judged on. The original's reward is not that of

@@ -10,7 +10,8 @@
     python benchmarks/average_policies.py runs/steady-1/checkpoints/000001.tailrace \
         runs/steady-1/checkpoints/000007.tailrace --share 0.5 --run runs/steady-1
 
-TRACES is a folder of recordings, as for `tailrace evaluate --suite real`. Only conversations of the
+TRACES is a folder of recordings, as for `tailrace evaluate --suite real`, without those of single
+GPU servers. Only conversations of the
 half `train` are played, so that the other half can judge. Prints the outcome as JSON.
 """
 
@@ -22,6 +23,7 @@ from typing import Any
 import tailrace as tr
 from tailrace.learn import settings
 from tailrace.learn.trainer import Trainer
+from tailrace.scenario import merged
 
 #: Scenarios that are left out: hundreds of short requests per second, on which all good policies
 #: are level, or near twins of others.
@@ -89,15 +91,6 @@ def large() -> list[dict[str, Any]]:
     ]
 
 
-def change(preset: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Change settings of a preset, table by table."""
-    for name, value in changes.items():
-        if isinstance(value, dict):
-            change(preset.setdefault(name, {}), value)
-        else:
-            preset[name] = value
-
-
 def main() -> None:
     """Make the scenarios, and train."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -124,8 +117,7 @@ def main() -> None:
         preset["demonstrations"] |= {"rounds": 1, "worlds": 72}
     if given.steady:
         preset["scenarios"] += mixed_devices() + large()
-        change(preset, STEADY)
-        change(preset, LONG if given.long else {})
+        preset = merged(merged(preset, STEADY), LONG if given.long else {})
     outcome = Trainer(given.out, settings.build(preset, {"start": given.start}), given.jobs).run()
     rule, score = outcome.best_rule
     print(json.dumps({"best": str(outcome.best), "score": outcome.best_score, rule: score}))

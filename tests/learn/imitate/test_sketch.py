@@ -51,6 +51,13 @@ def test_features_that_are_hidden_from_the_network_have_no_weight():
     np.testing.assert_allclose(sketch.fit(network, [seen]), weights, atol=0.02)
 
 
+def test_a_network_that_sees_no_replica_feature_has_a_sketch_of_zeros():
+    config = NetworkConfig(ignore=FEATURE_NAMES[:N_REPLICA_FEATURES])
+    network = Linear(config, N_REPLICA_FEATURES, N_REQUEST_FEATURES)
+    network.weights = torch.zeros(N_REPLICA_FEATURES)
+    assert not sketch.fit(network, [states(50, 7, 1)]).any()
+
+
 def test_the_choice_of_a_real_network_is_among_the_first():
     torch.manual_seed(0)
     network = Network(NetworkConfig(), N_REPLICA_FEATURES, N_REQUEST_FEATURES)

@@ -46,7 +46,7 @@ def fit(network: Network, groups: Sequence[Samples]) -> NDArray[np.float32]:
         squares += np.einsum("kn,knf,kng->fg", weights, x, x, optimize=True)
         products += np.einsum("kn,knf,kn->f", weights, x, y, optimize=True)
     squares, products = squares[np.ix_(shown, shown)], products[shown]
-    squares += RIDGE * np.trace(squares) / len(shown) * np.eye(len(shown))
+    squares += RIDGE * np.trace(squares) / max(1, len(shown)) * np.eye(len(shown))
     weights = np.zeros(features, np.float32)
     weights[shown] = np.linalg.solve(squares, products)
     return weights

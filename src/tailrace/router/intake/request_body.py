@@ -103,11 +103,9 @@ class RequestBody:
 
     def without_text(self) -> "RequestBody":
         """Return the same without prompt."""
-        return RequestBody(
-            self.kind, self.model, None, None, self.prompts, self.max_tokens, self.streams,
-            self.session, self.priority, self.ttft_slo_s, None, self.has_media, self.salt,
-            self.previous, names_priority=self.names_priority,
-        )  # fmt: skip
+        request = _new(RequestBody)
+        vars(request).update(vars(self), text=None, token_ids=None, answer=None, data=None, ids=0)
+        return request
 
 
 def read_request(path: str, headers: Mapping[bytes, bytes], body: bytes) -> RequestBody:

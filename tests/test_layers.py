@@ -13,7 +13,8 @@ PACKAGE = Path(tailrace.__file__).parent
 LAYERS = (
     ("moved",),
     ("__init__",),
-    ("errors", "compile_events", "compile_speed", "compile_values"),
+    ("errors", "code_names", "compile_events"),
+    ("compile_speed", "compile_values"),
     ("bitcode",),
     ("compiled", "config", "files", "parallel", "seeds"),
     ("scenario",),

@@ -13,6 +13,7 @@ import llvmlite.binding as llvm
 from numba.core import codegen, compiler, config, cpu
 
 from tailrace import compile_speed
+from tailrace.code_names import names_used
 
 _codegen: Any = codegen
 _config: Any = config
@@ -268,7 +269,7 @@ def _is_known() -> bool:
             "make_function", "lookup_module", "split", "codegen", "set_env", "get_env_name",
         },
     }  # fmt: skip
-    same = all(set(function.__code__.co_names) == known for function, known in names.items())
+    same = all(names_used(function) == known for function, known in names.items())
     return same and hasattr(_llvm, "create_new_function_pass_manager")
 
 

@@ -17,6 +17,8 @@ from numba.core.target_extension import get_local_target
 from numba.core.types import functions
 from numba.np import linalg
 
+from tailrace.code_names import names_used
+
 _ir: Any = ir
 _functions: Any = functions
 _Worker: Any = inline_closurecall.InlineWorker
@@ -132,7 +134,7 @@ def _list_fast(statement: Any, value: Any) -> list[Any]:
     return found
 
 
-if set(_list_variables.__code__.co_names) == {
+if names_used(_list_variables) == {
     "isinstance", "Var", "Inst", "list_vars", "list", "tuple", "extend", "_rec_list_vars", "dict",
     "values",
 }:  # fmt: skip
@@ -161,7 +163,7 @@ def _config_equal(config: Any, other: Any) -> Any:
 
 
 # Its names: hash(tuple(sorted(self.values()))).
-if _hash_config.__code__.co_names == ("hash", "tuple", "sorted", "values"):
+if names_used(_hash_config) == {"hash", "tuple", "sorted", "values"}:
     _Config.__hash__, _Config.__eq__ = _config_hash, _config_equal
 
 
@@ -212,11 +214,11 @@ def _signature(function: Any, context: Any, accepted: tuple[Any, bool], args: An
     return found
 
 
-if set(_resolve.__code__.co_names) == {
+if names_used(_resolve) == {
     "_ResolutionFailures", "_depth", "numba.core.target_extension", "get_local_target", "utils",
     "order_by_target_specificity", "templates", "key", "prefer_literal", "apply", "tuple", "items",
     "Exception", "isinstance", "errors", "NumbaError", "add_error", "get_impl_key", "_impl_keys",
-    "args", "getattr", "join", "raise_error",
+    "args", "getattr", "join", "raise_error", "_unlit_non_poison", "format",
 }:  # fmt: skip
     _Function.get_call_type = _resolve_once
 

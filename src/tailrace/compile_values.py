@@ -13,17 +13,14 @@ from typing import Any
 from llvmlite.ir import builder, instructions
 from numba.core import analysis, cgutils, ir, lowering, types
 
+from tailrace.code_names import names_used
+
 _ir: Any = ir
 _analysis: Any = analysis
 _Lower: Any = lowering.Lower
 _Builder: Any = builder.IRBuilder
 _InsertValue: Any = instructions.InsertValue
 _Proxy: Any = cgutils.ValueStructProxy
-
-
-def _names(function: Any) -> set[str]:
-    """Return the names a function uses, by which a changed one is recognised."""
-    return set(function.__code__.co_names)
 
 
 # ---- variables ----------------------------------------------------------------------------------
@@ -108,17 +105,17 @@ def _delete_variable(lower: Any, name: str) -> None:
 
 
 if (
-    _names(_lower_sorted) == {
+    names_used(_lower_sorted) == {
         "blocks", "function", "append_basic_block", "blkmap", "pre_lower", "builder",
         "basic_block", "debug_print", "format", "fndesc", "unique_name", "sorted", "items",
         "position_at_end", "lower_block", "post_lower",
     }
-    and _names(_Lower.loadvar) == {
+    and names_used(_Lower.loadvar) == {
         "_blk_local_varmap", "_disable_sroa_like_opt", "getvar", "func_ir", "arg_names",
         "debuginfo", "suspend_emission", "builder", "load",
     }
-    and _names(_delete) >= {"_singly_assigned_vars", "_blk_local_varmap", "decref"}
-    and _names(_Lower.storevar) >= {"_singly_assigned_vars", "_blk_local_varmap", "_alloca_var"}
+    and names_used(_delete) >= {"_singly_assigned_vars", "_blk_local_varmap", "decref"}
+    and names_used(_Lower.storevar) >= {"_singly_assigned_vars", "_blk_local_varmap", "_alloca_var"}
 ):  # fmt: skip
     _Lower._find_singly_assigned_variable = _find_values
     _Lower.lower_function_body = _lower_body
@@ -143,7 +140,7 @@ def _extract_known(builder: Any, whole: Any, index: Any, name: str = "") -> Any:
     return _extract(builder, whole, wanted, name=name)
 
 
-if _names(_InsertValue.__init__) >= {"aggregate", "indices"}:
+if names_used(_InsertValue.__init__) >= {"aggregate", "indices"}:
     _Builder.extract_value = _extract_known
 
 
@@ -213,12 +210,12 @@ def _whole_known(proxy: Any) -> Any:
     return _whole(proxy) if proxy._known is None else proxy._known
 
 
-if _names(_begin) == {
+if names_used(_begin) == {
     "_context", "data_model_manager", "_fe_type", "_datamodel", "isinstance", "numba", "core",
     "datamodel", "StructModel", "TypeError", "format", "_builder", "_get_be_type", "_be_type",
     "is_pointer", "_make_refs", "type", "pointee", "AssertionError", "as_pointer", "store",
     "_value", "_outer_ref",
-} and _names(_whole) == {"_builder", "load", "_outer_ref"}:  # fmt: skip
+} and names_used(_whole) == {"_builder", "load", "_outer_ref"}:  # fmt: skip
     _Proxy.__init__, _Proxy.__getattr__ = _begin_known, _member_known
     _Proxy.__getitem__, _Proxy.__setitem__ = _get_known, _set_known
     _Proxy._getvalue = _whole_known

@@ -254,7 +254,7 @@ def test_python_may_call_a_function_without_a_wrapper():
 def test_a_cold_start_says_so_and_where_the_code_is_kept(shared_folder):
     where = {"TMPDIR": str(shared_folder), "program": COMMAND_LINE}
     first, said = run_as_nobody(**where)
-    assert said.startswith("compiling, once: 1 functions")
+    assert said.startswith("compiling, once: 1 function,")
     assert f"(kept in {shared_folder}/tailrace-{NOBODY}/" in said
     # Nothing is compiled the second time.
     assert run_as_nobody(**where) == [first, ""]

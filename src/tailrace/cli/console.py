@@ -141,7 +141,10 @@ class CompileProgress:
             self._depth -= 1
         if is_quiet() or now - self._started < PATIENCE_S:
             return
-        text = f"compiling, once: {self._functions} functions, {now - self._started:.0f} s"
+        from tailrace.terminal.tables import counted
+
+        functions = counted(self._functions, "function")
+        text = f"compiling, once: {functions}, {now - self._started:.0f} s"
         if CompileProgress.bar is not None:
             CompileProgress.bar(text if self._depth else "")
         elif sys.stderr.isatty():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).parent
-SUITES = ("standard", "holdout", "real", "standard_short", "holdout_short")
+SUITES = ("standard", "holdout", "real")
 TARGETS = (DOCS.parent / "README.md", DOCS / "model-card.md")
 #: A table that each target must have.
 HEADS = ("short routers", "headline standard")

@@ -1,5 +1,8 @@
 """Fleets: exact accounts of cost, stepping many clusters, running for a time, copying."""
 
+import os
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from tailrace.config import Cluster, Engine, Event, Replica, RouterSettings
 from tailrace.policy import registry
 from tailrace.policy.base import BuiltinPolicy
 from tailrace.sim import cost_accounts, engine
+from tailrace.sim.allocation import Allocation, new_fleet
 from tailrace.sim.build import build_fleet, build_tables
 from tailrace.sim.fleet import (
     NO_ACTION,
@@ -329,3 +333,15 @@ def test_accounts_against_the_definition(data: st.DataObject) -> None:
             cost_accounts.read(cluster, requests, t + ahead, terms)
             expected = cost_by(requests, facts, t + ahead)
             assert cost_accounts.composite(terms) == pytest.approx(expected, abs=1e-9)
+
+
+def test_rows_of_blocks_take_memory_only_where_requests_write() -> None:
+    def resident_mb() -> float:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGESIZE") / 1e6
+
+    before = resident_mb()
+    fleet = new_fleet(Allocation(replicas=32, explicit_slots=256, blocks_per_request=2000), 1)
+    fleet.held[:, :, 0] = 1  # 32 rows of 8 KB, one per replica
+    assert fleet.held.nbytes > 60e6
+    assert resident_mb() - before < 10

@@ -1,9 +1,11 @@
 """Sizes of the arrays that clusters need, and the allocation of a fleet of them."""
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tailrace.config import Replica, RouterSettings
 from tailrace.sim.kvcache import ROW_HEAD
@@ -117,6 +119,19 @@ def _longest_row(replicas: Sequence[Replica], table: RequestTable) -> int:
     )
 
 
+def new_rows(*shape: int) -> NDArray[np.int32]:
+    """Return zeros that take memory page by page, where they are written to.
+
+    There is a row for the longest request in every slot, and a run writes to few of them. NumPy
+    asks for pages of 2 MB, so that the kernel would clear nearly all of it.
+    """
+    size = int(np.prod(shape)) * np.dtype(np.int32).itemsize
+    if size == 0:
+        return np.zeros(shape, np.int32)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.int32).reshape(shape)
+
+
 def new_tables(room: Allocation, count: int) -> Tables:
     """Return ``count`` empty tables."""
     events = np.zeros((count, room.events), EVENT)
@@ -157,7 +172,7 @@ def new_fleet(
         heap=np.zeros((c, room.waiting + 1), HEAP_ENTRY),
         extents=np.zeros((c, n, room.blocks + 1), EXTENT),
         buckets=np.zeros((c, n, buckets), np.int32),
-        held=np.zeros((c, n, room.explicit_slots, room.blocks_per_request + ROW_HEAD), np.int32),
+        held=new_rows(c, n, room.explicit_slots, room.blocks_per_request + ROW_HEAD),
         rows_free=np.zeros((c, n, slots + 1), np.int64),
         batches=np.zeros((c, record_batches), BATCH),
         news=np.zeros((c, 3 * rows + 1 if record_news else 0), NEWS),

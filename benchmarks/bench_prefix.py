@@ -7,6 +7,7 @@ a digest of the results. Set-up (tables, keys, chains) is counted apart. ``--bef
 same requests with the sources of another checkout as well, such as one that keeps caches block by
 block, and says whether the results agree to the last bit. Digests are of runs that step through
 every iteration (``exact``): a stretch of decode iterations at once rounds times differently.
+Those of hot sessions depend on the processor, too: NumPy rounds arrivals differently with AVX-512.
 
 The long prompts are synthetic, with the lengths of coding agents: sessions that begin with a shared
 prompt of 15 000 tokens and grow to hundreds of thousands, a median of 200 output tokens, a run of

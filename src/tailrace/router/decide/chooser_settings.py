@@ -26,7 +26,8 @@ class ChooserSettings(Settings):
     """Constant of the guard's limit, s."""
     range_deviations: float = Field(default=16.0, gt=0, le=1e6, allow_inf_nan=False)
     """A learned policy decides only if every feature is within this many standard deviations of its
-    mean in training. Below 10, the shipped policy would not decide on an idle cluster (9.6)."""
+    mean in training. At 12, the shipped policy would leave some of coding agents' requests to the
+    fallback rule, at 8 most."""
     limit_ms: float = Field(default=5.0, gt=0, le=1e6, allow_inf_nan=False)
     """Time limit of a decision, ms; beyond it the fallback rule decides."""
     canary: str = ""

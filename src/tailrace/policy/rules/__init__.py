@@ -92,6 +92,7 @@ _TABLE = (
         "vidur_lor",
         "Vidur",
         "fewest waiting requests (snapshot plus sent since), ties to the lowest number",
+        version="Vidur 0.0.26, tried in November 2026",
         lowest_id_wins=True,
         uses_metrics=True,
     ),
@@ -192,6 +193,7 @@ _TABLE = (
         "lmetric",
         "LMetric",
         "min (pending + own uncached tokens) * (requests in flight + 1)",
+        version="the paper, arXiv 2603.15202 of 16 March 2026; ports of it differ",
         uses_prefix=True,
     ),
     Rule(

@@ -1,5 +1,6 @@
 """Names to policies, and every mistake a user can make on the way."""
 
+import re
 import sys
 import textwrap
 from importlib.metadata import EntryPoint
@@ -33,6 +34,20 @@ def test_all_built_in_names_can_be_made() -> None:
     assert names() == [*shipped.TRAINED, *(rule.name for rule in RULES)]
     for name in names():
         assert get(name).name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sglang_cache_aware", "smg_cache_aware", "smg_expected_wait", "smg_power_of_two"),
+        *("smg_prefix_hash", "rendezvous_hash", "dynamo", "llm_d", "llm_d_sticky", "load_aware"),
+        *("aibrix_prefix", "lmetric", "vidur_lor"),
+    ],
+)
+def test_rules_of_other_projects_name_the_version_and_date_of_their_source(name: str) -> None:
+    version = {rule.name: rule.version for rule in RULES}[name]
+    assert re.search(r"[0-9]", version)
+    assert "2026" in version
 
 
 def test_built_in_parameters_by_name_and_by_keyword() -> None:

@@ -1,8 +1,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.shell_completion import ShellComplete
 
@@ -23,9 +25,24 @@ def test_help_names_every_command_and_loads_no_compiler():
         assert f"\n  {name} " in done.stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+def pages() -> Iterator[str]:
+    """Every command, and the commands below a command."""
+    for name in COMMANDS:
+        yield name
+        command = cli.get_command(click.Context(cli), name)
+        if isinstance(command, click.Group):
+            yield from (f"{name} {below}" for below in command.commands)
+
+
+def test_no_summary_in_the_overview_is_cut_off(run):
+    usage, _, page = run("--help").stdout.partition("\n")
+    assert usage.endswith("...")
+    assert "..." not in page
+
+
+@pytest.mark.parametrize("name", list(pages()))
 def test_every_command_has_help(run, name):
-    page = run(name, "--help").stdout
+    page = run(*name.split(), "--help").stdout
     assert page.startswith(f"Usage: tailrace {name} ")
     assert " RANGE" not in page
     assert "9223372036854775807" not in page

@@ -12,7 +12,7 @@ from tailrace.errors import unknown_name
 @click.argument("name", required=False, shell_complete=names.features)
 @options.json
 def command(name: str | None) -> None:
-    """List the features of an observation, or show one of them (NAME).
+    """List the features of an observation, or show one (NAME).
 
     A feature is a column of observation["replicas"], which has a row per replica, or of
     observation["request"]: the quantity in its unit, after the scaling and clipped to +-10.

@@ -93,7 +93,8 @@ def command(
 
     Plays all rules, both look-aheads and POLICY files under a reward, and judges the reward.
 
-    Is the best rule its ceiling? Is it dead? Does it rank policies as the latency cost does?
+    It answers three questions: Is the best rule already the most that this reward can give? Do all
+    policies get the same reward? Does it rank policies as the latency cost does?
     """
     reward = _take_reward(reward_file, settings)
     from tailrace import scenario as scenarios

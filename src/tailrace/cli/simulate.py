@@ -34,7 +34,7 @@ def command(
     trace: Path | None,
     **settings: Any,
 ) -> None:
-    """Run one policy on one workload and cluster, and print a summary."""
+    """Run one policy on one workload, and print a summary."""
     scenario = options.take_scenario(settings)
     from tailrace.evaluate.measure.metrics import summarise
     from tailrace.evaluate.measure.runner import policy_for, run

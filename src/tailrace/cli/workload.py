@@ -112,7 +112,7 @@ def write_command(name: str, out: Path, seed: int, **settings: Any) -> None:
     "parquet or decisions (a log of `tailrace serve`); auto looks at the file.",
 )  # fmt: skip
 @click.option(
-    "--block-size", type=click.IntRange(1, 2**24),
+    "--block-size", type=click.IntRange(1, 2**24), metavar="N",
     help="Tokens per block id of mooncake and sessions, if the file does not say it.",
 )  # fmt: skip
 @click.option(

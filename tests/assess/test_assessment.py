@@ -207,6 +207,22 @@ def test_a_trace_without_latencies():
         assess(requests(count=10), ServerModel(CLUSTER), ["tailrace"], present="random")
 
 
+def test_less_than_one_percent_is_no_gain():
+    """An idle cluster: some rule is always better by a hair, and by the same hair in every draw."""
+    found = assess(
+        requests("chat", 400, 0.3), ServerModel(CLUSTER), ["tailrace", "lmetric", "load_aware"],
+        present="least_outstanding", jobs=1,
+    )  # fmt: skip
+    hair = replace(found.best, policy="lmetric", cost_change=Estimate(-0.004, -0.005, -0.003))
+    found = replace(found, prospects=(hair, *found.prospects))
+    assert not found.gains
+    text = paragraph(found)
+    assert "No policy gains 1% on these requests: keep least_outstanding." in text
+    assert "the first token would take" in text
+    clear = replace(hair, cost_change=Estimate(-0.04, -0.05, -0.03))
+    assert replace(found, prospects=(clear, *found.prospects)).gains
+
+
 def test_a_rule_that_is_not_here_is_set_against_the_record(log):
     other = replace(log, policies=("nginx",))
     found = assess(other, ServerModel(CLUSTER), ["tailrace"], jobs=1)

@@ -44,6 +44,8 @@ REPLAYS, MOST_REPLAYED = 5, 100_000
 SHIFT_S = 0.004
 #: One request in this many is left out of the calibration, to test it.
 HELD_OUT = 4
+#: A policy that lowers the cost by less, as a share, is not worth a switch.
+LEAST_GAIN = 0.01
 #: What is measured of every request, in this order.
 MEASURES = ("ttft_s", "e2e_s", "missed", "cost_s")
 TTFT, E2E, MISSED, COST = range(len(MEASURES))
@@ -140,11 +142,13 @@ class Assessment:
 
     @property
     def gains(self) -> bool:
-        """Whether the best policy is better for certain, and by more than the replay's error."""
+        """Whether the best policy is better for certain, by more than the replay's error, and by
+        more than is worth a switch."""
         change = self.best.cost_change
         if self.best.policy == self.present or change is None or change.high >= 0:
             return False
-        return self.errors is None or -change.value > self.errors.worst_e2e
+        least = LEAST_GAIN if self.errors is None else max(LEAST_GAIN, self.errors.worst_e2e)
+        return -change.value > least
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tailrace.assess.assessment import Assessment, Estimate, Prospect
+from tailrace.assess.assessment import LEAST_GAIN, Assessment, Estimate, Prospect
 from tailrace.terminal.tables import UNKNOWN, Column, counted, number, print_columns
 
 #: Policies in the table of the terminal, beside the present rule and tailrace; the page has all.
@@ -43,12 +43,14 @@ def paragraph(found: Assessment) -> str:
 def _now(found: Assessment) -> str:
     now = found.recorded or found.now
     assert now is not None
-    verb = "answered" if found.recorded else "would answer"
+    answer, take, miss = ("answered", "took", "missed")
+    if not found.recorded:
+        answer, take, miss = ("would answer", "would take", "would miss")
     return (
-        f"Your {servers(found)} {verb} {found.requests} requests in {_time(found.duration_s)} "
-        f"under {found.present}: the first token took {number(now.ttft_s.value)} s on average "
+        f"Your {servers(found)} {answer} {found.requests} requests in {_time(found.duration_s)} "
+        f"under {found.present}: the first token {take} {number(now.ttft_s.value)} s on average "
         f"(P99 {number(now.ttft_p99_s.value)} s), a whole answer {number(now.e2e_s.value)} s, and "
-        f"{share(now.missed.value)} missed their SLO."
+        f"{share(now.missed.value)} {miss} their SLO."
     )
 
 
@@ -67,6 +69,9 @@ def _gain(found: Assessment) -> str:
         f"{_change(best.e2e_change)}, with {_missed(found)}"
     )
     if not found.gains:
+        cost = best.cost_change
+        if cost is not None and cost.low >= -LEAST_GAIN:
+            return f"No policy gains {LEAST_GAIN:.0%} on these requests: keep {found.present}."
         return (
             f"No clear gain: on the same requests {changes}; that is within the interval or the "
             f"replay's error, so keep {found.present} or record for longer."

@@ -55,23 +55,29 @@ requests = 400
 """
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    """Page and text of every command in a block of code."""
+def commands() -> Iterator[tuple[str, str, tuple[str, ...]]]:
+    """Page and text of every command in a block of code, and the lines that it is said to print."""
     start = re.compile(r"(tailrace|make|python|pip|curl|git) ")
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
         for language, block in re.findall(r"```([a-z]*)\n(.*?)```", text, flags=re.DOTALL):
             if language in ("", "bash", "sh", "console"):
-                lines = block.replace("\\\n", " ").splitlines()
-                if any(line.startswith("$ ") for line in lines):  # the others are what it prints
-                    lines = [line for line in lines if line.startswith("$ ")]
-                for line in lines:
-                    command = re.sub(r"\s+#.*", "", line.strip().removeprefix("$ "))
+                parts = [(line, "") for line in block.replace("\\\n", " ").splitlines()]
+                if any(line.startswith("$ ") for line, _ in parts):
+                    found = re.split(r"^\$ (.*)\n?", block.replace("\\\n", " "), flags=re.MULTILINE)
+                    parts = list(zip(found[1::2], found[2::2], strict=True))
+                for line, printed in parts:
+                    command = re.sub(r"\s+#.*", "", line.strip())
                     if start.match(command):
-                        yield page.name, " ".join(command.split())
+                        yield page.name, " ".join(command.split()), tuple(printed.splitlines())
 
 
 COMMANDS = list(dict.fromkeys(commands()))
+
+
+def words_of(text: str) -> str:
+    """A text without its numbers and line breaks, which depend on the machine and the terminal."""
+    return " ".join(re.sub(r"[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?", "#", text).split())
 
 
 def why_not(command: str) -> str:
@@ -120,7 +126,7 @@ def run(place: Path, command: str, limit_s: float) -> tuple[int | None, str]:
     words = re.sub(r"^python ", f"{sys.executable} ", words)
     source = str(Path(tailrace.__file__).parents[1])
     process = subprocess.Popen(
-        ["bash", "-c", words], cwd=place, env=os.environ | {"PYTHONPATH": source},
+        ["bash", "-c", words], cwd=place, env=os.environ | {"PYTHONPATH": source, "COLUMNS": "120"},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -133,13 +139,15 @@ def run(place: Path, command: str, limit_s: float) -> tuple[int | None, str]:
 
 def test_there_are_commands_and_every_exception_is_needed():
     assert len(COMMANDS) > 60
-    texts = [command for _, command in COMMANDS]
+    texts = [command for _, command, _ in COMMANDS]
     for head in SKIPPED:
         assert any(text.startswith(head) for text in texts), head
 
 
-@pytest.mark.parametrize(("page", "command"), COMMANDS)
-def test_the_command_runs(folder: Path, tmp_path: Path, page: str, command: str) -> None:
+@pytest.mark.parametrize(("page", "command", "printed"), COMMANDS)
+def test_the_command_runs_and_prints_what_the_page_shows(
+    folder: Path, tmp_path: Path, page: str, command: str, printed: tuple[str, ...]
+) -> None:
     if why := why_not(command):
         pytest.skip(why)
     if command.startswith("curl "):
@@ -156,3 +164,6 @@ def test_the_command_runs(folder: Path, tmp_path: Path, page: str, command: str)
     code, output = run(folder, command, LIMIT_S)
     assert code in (0, None), output
     assert "Traceback" not in output
+    if code == 0:
+        said = words_of(output)
+        assert [line for line in printed if "..." not in line and words_of(line) not in said] == []

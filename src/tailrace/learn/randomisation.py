@@ -57,7 +57,7 @@ class RandomisationSettings(Settings):
     load: tuple[Load, Load] = (0.3, 1.1)
     """Lowest and highest load, as a fraction of capacity; high loads are drawn more often."""
     load_scale: dict[str, Load] = Field(default={"code-completion": 0.3})
-    """Workloads whose load is scaled: some come in such bursts that less of it is a lot."""
+    """Factor on the load of these workloads: some are so bursty that a low mean load is heavy."""
     mixed_speed: Share = 0.5
     """Share of clusters whose replicas differ in speed."""
     speeds: tuple[SpeedFactor, SpeedFactor] = (0.4, 2.0)

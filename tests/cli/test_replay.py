@@ -67,6 +67,8 @@ def test_mistakes(refuse, log, more, message):
 def test_mistakes_in_files(refuse, log):
     assert "cannot read missing" in refuse(*asked("missing"))
     Path("lengths.csv").write_text("prompt_tokens,output_tokens\n10,10\n")
-    assert "no arrival times" in refuse(*asked("lengths.csv"))
+    assert "no arrival times to replay; `tailrace workload import --session-gap" in refuse(
+        *asked("lengths.csv")
+    )
     Path("c.toml").write_text("[[cluster.replicas]]\ncount = 1\n")
     assert "names 2 replicas" in refuse(*asked(log))

@@ -141,8 +141,7 @@ def command(
         if since is not None:
             raise TailraceError(f"--since needs the times of a decision log, and {log} is none")
         trace = traces.read(log)
-        if not trace.has_arrivals:
-            raise TailraceError(f"{log} has no arrival times to replay")
+        traces.check_arrivals(trace, log)
         traffic = table = trace.table
     aimed = assessments.with_targets(table, settings["ttft_slo_s"], settings["tpot_slo_s"])
     if isinstance(traffic, logs.RecordedTraffic):

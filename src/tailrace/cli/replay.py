@@ -82,8 +82,7 @@ def command(
     else:
         trace = traces.read(traffic)
         table = trace.table
-        if not trace.has_arrivals:
-            raise TailraceError(f"{traffic} has no arrival times to replay")
+        traces.check_arrivals(trace, traffic)
     with console.progress("simulating", len(sizes) * len(set(policies))) as update:
         outcomes = what_if(
             table, cluster, policies, sizes, router=scenario.router, engine=scenario.engine,

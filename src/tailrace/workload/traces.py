@@ -118,6 +118,15 @@ def read(
     return Trace(table, found, imported.skipped, was_sorted, imported.has_arrivals, has_slos, keys)
 
 
+def check_arrivals(trace: Trace, path: Path) -> None:
+    """Refuse a trace that does not say when its requests arrived."""
+    if not trace.has_arrivals:
+        raise TailraceError(
+            f"{path} has no arrival times to replay; `tailrace workload import --session-gap "
+            "SECONDS` sets them for sessions whose trace has none"
+        )
+
+
 def write(
     table: RequestTable, path: Path | str, *, has_arrivals: bool = True, has_slos: bool = True
 ) -> None:

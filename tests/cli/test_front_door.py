@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from tailrace.cli import COMMANDS, GROUPS, cli
 
@@ -46,10 +47,11 @@ def test_what_only_vidur_needs_is_one_option_away(run, command):
     assert "--watermark" in run(command, "--help-all").stdout
 
 
-def test_every_command_is_described_in_one_whole_line(run):
-    """Click cuts what is too long, and ends it in dots."""
-    for arguments in (("--help",), ("workload", "--help")):
-        assert "..." not in run(*arguments).stdout.replace("[ARGS]...", "")
+@pytest.mark.parametrize("arguments", [["--help"], ["workload", "--help"]])
+def test_every_command_is_described_in_one_whole_line(arguments):
+    """Click cuts what is too long for a terminal of 80 columns, and ends it in dots."""
+    text = CliRunner().invoke(cli, arguments, terminal_width=78).stdout
+    assert "..." not in text.replace("[ARGS]...", "")
 
 
 def test_pages_and_help_agree_on_how_long_the_preset_full_takes(run):

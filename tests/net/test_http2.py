@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import struct
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from tailrace.net.http2 import (
     SETTINGS,
     WINDOW_UPDATE,
     Http2Connection,
+    Http2Stream,
 )
 
 LONGEST = 2000
@@ -160,9 +162,10 @@ class Session:
 
 
 @pytest.fixture(autouse=True)
-def _no_bugs(caplog: pytest.LogCaptureFixture) -> Any:
+def _no_bugs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A connection that fails by a bug of ours logs it with a traceback."""
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(http2, "TURN_S", 1e9)  # there is no event loop
     yield
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -245,6 +248,179 @@ def test_a_damaged_byte_leaves_nothing_behind(at: int, value: int) -> None:
     session.lose()
 
 
+class Sender:
+    """Sends what it is told; keeps its stream."""
+
+    def __init__(self, stream: Http2Stream) -> None:
+        self.stream = stream
+
+    def data(self, data: bytes) -> None:
+        pass
+
+    def half_closed(self) -> None:
+        pass
+
+    def gone(self) -> None:
+        pass
+
+
+class Senders(Owner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: list[Http2Stream] = []
+
+    def stream(self, stream: Any, headers: Any) -> Any:
+        self.streams.append(stream)
+        return Sender(stream)
+
+
+def sending(count: int) -> tuple[Session, list[Http2Stream]]:
+    """A connection with streams that have no room to send."""
+    session = Session(streams=count)
+    owner = Senders()
+    owner.open = 1
+    session.connection._owner = session.owner = owner
+    opened = b"".join(frame(HEADERS, END_HEADERS, 2 * k + 1, BLOCK) for k in range(count))
+    session.connection.data_received(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0)) + opened)
+    session.connection._in_turn = True  # what is sent goes out with the next bytes that come
+    return session, owner.streams
+
+
+def frames(out: bytes) -> list[tuple[int, int, int, bytes]]:
+    """Kind, flags, stream and payload of each frame."""
+    found, at = [], 0
+    while at < len(out):
+        size = int.from_bytes(out[at : at + 3], "big")
+        kind, flags, number = struct.unpack_from(">BBI", out, at + 3)
+        found.append((kind, flags, number, out[at + 9 : at + 9 + size]))
+        at += 9 + size
+    return found
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(0, 40_000), max_size=4), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 5), st.integers(1, 30_000)), max_size=40),
+)
+def test_output_keeps_its_order_and_to_the_windows(
+    parts: list[list[int]], updates: list[tuple[int, int]]
+) -> None:
+    """Whatever room the peer gives, to which stream and when."""
+    session, streams = sending(len(parts))
+    session.transport.out = b""
+    wanted = {stream.number: b"" for stream in streams}
+    for stream, sizes in zip(streams, parts, strict=True):
+        for k, size in enumerate(sizes):
+            data = bytes([65 + k]) * size
+            stream.send_data(data)
+            wanted[stream.number] += data
+        stream.send_headers(b"end", end=True)
+    session.feed(b"")
+    room = {0: 65_535, **dict.fromkeys(wanted, 0)}
+    sent = dict.fromkeys(wanted, b"")
+    ended: set[int] = set()
+
+    def check() -> None:
+        for kind, flags, number, payload in frames(session.transport.out):
+            if kind == DATA:
+                assert number not in ended
+                sent[number] += payload
+                room[number] -= len(payload)
+                room[0] -= len(payload)
+            elif kind == HEADERS:
+                assert flags & END_STREAM
+                ended.add(number)
+        session.transport.out = b""
+        assert min(room.values()) >= 0
+
+    check()
+    initial = 0
+    for which, more in updates:
+        if which == 5:  # another initial size changes the windows of all streams
+            size = more % 500 + initial
+            session.feed(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, size)))
+            for number in wanted:
+                room[number] += size - initial
+            initial = size
+        else:
+            number = 2 * which - 1 if 0 < which <= len(parts) else 0
+            if number not in ended:
+                session.feed(frame(WINDOW_UPDATE, 0, number, more.to_bytes(4, "big")))
+                room[number] += more
+        check()
+        for stream in streams:  # what can be sent has been
+            number = stream.number
+            if not stream.is_ended and sent[number] != wanted[number]:
+                assert not room[0] or not room[number]
+    session.feed(frame(WINDOW_UPDATE, 0, 0, (10**6).to_bytes(4, "big")))
+    room[0] += 10**6
+    for number in wanted:
+        if number not in ended:
+            session.feed(frame(WINDOW_UPDATE, 0, number, (10**6).to_bytes(4, "big")))
+            room[number] += 10**6
+    check()
+    assert sent == wanted
+    assert ended == set(wanted)
+    session.lose()
+
+
+def test_room_for_the_connection_costs_nothing_for_streams_without_room_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at = 0
+    drain = Http2Stream.drain
+
+    def counted(stream: Http2Stream) -> Any:
+        nonlocal looked_at
+        looked_at += 1
+        return drain(stream)
+
+    session, streams = sending(500)
+    for stream in streams:
+        stream.send_data(b"x" * 100)
+    monkeypatch.setattr(Http2Stream, "drain", counted)
+    for _ in range(100):
+        session.connection.data_received(frame(WINDOW_UPDATE, 0, 0, b"\0\0\0\1"))
+    assert looked_at < 600
+    session.transport.out = b""
+    given = b"".join(frame(WINDOW_UPDATE, 0, s.number, b"\0\0\0\x64") for s in streams)
+    session.connection.data_received(given)
+    assert len(frames(session.transport.out)) == 500
+    session.lose()
+
+
+def test_room_byte_by_byte_does_not_copy_what_waits() -> None:
+    session, (stream,) = sending(1)
+    size = 4_000_000
+    for _ in range(8):
+        stream.send_data(b"x" * (size // 8))
+    update = frame(WINDOW_UPDATE, 0, 1, b"\0\0\0\1")
+    session.feed(update * 10)  # as large as it gets
+    tracemalloc.start()
+    try:
+        session.feed(update)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < 100_000
+    assert stream.waiting == size - 11
+    session.lose()
+
+
+def test_what_is_remembered_of_header_blocks_is_bounded() -> None:
+    session = Session()
+    for k in range(400):
+        size = 720 if k % 2 else 400
+        block = BLOCK + b"\0\1x\x7f" + bytes([size - 127 & 127 | 128, size - 127 >> 7])
+        block += b"%08d" % k + b"v" * (size - 8)
+        session.feed(frame(HEADERS, END_HEADERS, 2 * k + 1, block))
+        session.feed(frame(RST_STREAM, 0, 2 * k + 1, bytes(4)))
+    assert session.codes() == []
+    kept = session.connection._blocks
+    assert sum(map(len, kept)) <= 65_536
+    session.lose()
+
+
 @pytest.mark.parametrize("number", [0, 1])
 def test_an_empty_window_update_ends_the_stream_and_frees_it(number: int) -> None:
     session = Session()
@@ -324,10 +500,13 @@ def test_settings_count_by_their_last_value_and_cannot_flood() -> None:
         session.now = float(second)
         session.feed(frame(SETTINGS, 0, 0) * 10)
     assert not session.transport.closed
+    flooded = Session()
     session.feed(frame(SETTINGS, 0, 0) * 200)
-    assert session.transport.closed
-    assert session.codes() == [http2.ENHANCE_YOUR_CALM]
-    session.lose()
+    flooded.feed(frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 1) * 10_000))  # in one frame
+    for each in (session, flooded):
+        assert each.transport.closed
+        assert each.codes() == [http2.ENHANCE_YOUR_CALM]
+        each.lose()
 
 
 def test_a_connection_that_is_ended_with_an_error_is_not_kept_open() -> None:
@@ -364,6 +543,25 @@ def test_bad_messages_end_the_call_only(data: bytes, told: bytes) -> None:
     session.lose()
 
 
+def test_a_message_in_small_parts_takes_no_more_memory_than_its_bytes() -> None:
+    session = Session()
+    session.feed(frame(HEADERS, END_HEADERS, 1, BLOCK))
+    (echo,) = session.owner.calls
+    whole = message(b"x" * 1999)
+    tracemalloc.start()
+    try:
+        session.feed(b"".join(frame(DATA, 0, 1, whole[k : k + 2]) for k in range(0, 1998, 2)))
+        most = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert most < 5000
+    session.feed(frame(DATA, 0, 1, whole[1998:] + message(b"y" * 40)[:7]))
+    assert echo.messages == [b"x" * 1999]
+    session.feed(frame(DATA, 0, 1, message(b"y" * 40)[7:]))
+    assert echo.messages[1:] == [b"y" * 40]
+    session.lose()
+
+
 def test_what_is_held_of_an_incomplete_message_is_told() -> None:
     session = Session()
     session.feed(frame(HEADERS, END_HEADERS, 1, BLOCK))
@@ -379,3 +577,47 @@ def test_what_is_held_of_an_incomplete_message_is_told() -> None:
     session.feed(frame(DATA, 0, 1, whole[99:300]))
     assert echo.call.is_over
     session.lose()
+
+
+def test_a_peer_that_sends_much_at_once_takes_turns_with_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A turn ends with the frame that exceeds its time."""
+    monkeypatch.setattr(http2, "TURN_S", -1.0)
+
+    async def scenario() -> None:
+        session = Session()
+        await asyncio.sleep(0)
+        reading = []
+        session.transport.pause_reading = lambda: reading.append(False)  # type: ignore[method-assign]
+        session.transport.resume_reading = lambda: reading.append(True)  # type: ignore[method-assign]
+        sent = [b"%d" % k for k in range(5)]
+        session.feed(
+            frame(HEADERS, END_HEADERS, 1, BLOCK)
+            + b"".join(frame(DATA, 0, 1, message(data)) for data in sent)
+            + frame(PING, 0, 0, bytes(8))[:5]
+        )
+        (echo,) = session.owner.calls
+        for turn in range(4):
+            assert echo.messages == sent[:turn]
+            assert reading == [False] * (turn + 1)
+            await asyncio.sleep(0)
+        session.connection.pause_writing()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert echo.messages == sent[:4], "nothing is read while the peer does not read"
+        session.connection.resume_writing()
+        session.connection.pause_writing()
+        session.connection.resume_writing()
+        for _ in range(6):
+            await asyncio.sleep(0)
+        assert echo.messages == sent
+        assert reading[-1], "more may come"
+        session.feed(frame(PING, 0, 0, bytes(8))[5:])
+        assert session.transport.out.endswith(frame(PING, ACK, 0, bytes(8)))
+        session.feed(frame(DATA, 0, 1, message(b"more")) * 5)
+        session.lose()
+        await asyncio.sleep(0)
+        assert len(echo.messages) == 6, "nothing is read after the end"
+
+    asyncio.run(scenario())

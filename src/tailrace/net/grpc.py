@@ -62,14 +62,13 @@ class MessageHandler(Protocol):
 class GrpcCall:
     """One call. Implements ``http2.StreamHandler``."""
 
-    __slots__ = ("_begun", "_longest", "_need", "_parts", "_size", "_stream", "handler", "is_over")
+    __slots__ = ("_begun", "_held", "_longest", "_need", "_stream", "handler", "is_over")
 
     def __init__(self, stream: Http2Stream, longest: int) -> None:
         """``longest``: largest message that is accepted, in bytes."""
         self._stream = stream
         self._longest = longest
-        self._parts: list[bytes] = []
-        self._size = 0
+        self._held = bytearray()  # of a message that is not complete
         self._need = 5  # bytes until there is a length, or a message
         self._begun = False
         self.handler: MessageHandler | None = None
@@ -80,19 +79,20 @@ class GrpcCall:
 
     def data(self, data: bytes) -> None:
         """Cut data into messages."""
-        if not self._size and len(data) >= 5:
+        held = self._held
+        if not held and len(data) >= 5:
             need = 5 + int.from_bytes(data[1:5], "big")
             if len(data) == need and not data[0] and need - 5 <= self._longest:
                 # One whole message, as most clients send it.
                 if self.handler is not None:
                     self.handler.message(data[5:])
                 return
-        self._parts.append(data)
-        self._size += len(data)
-        if self._size < self._need:
-            self._hold()
-            return
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        if held or len(data) < self._need:
+            held += data
+            if len(held) < self._need:
+                self._hold()
+                return
+            data = bytes(held)
         at, size = 0, len(data)
         need = 5
         while size - at >= 5:
@@ -114,14 +114,13 @@ class GrpcCall:
             if self.is_over:
                 return
         self._need = need
-        self._parts = [data[at:]] if at < size else []
-        self._size = size - at
-        if self._size:
+        self._held = bytearray(data[at:])
+        if self._held:
             self._hold()
 
     def _hold(self) -> None:
         """Count what is held of a message that is not complete."""
-        if self.handler is not None and not self.handler.incomplete(self._size):
+        if self.handler is not None and not self.handler.incomplete(len(self._held)):
             self._fail(RESOURCE_EXHAUSTED, "too many request bodies at once")
 
     def _fail(self, status: int, why: str) -> None:
@@ -160,7 +159,7 @@ class GrpcCall:
             return
         self.is_over = True
         self.handler = None
-        self._parts = []
+        self._held = bytearray()
         block = _trailers(status, why) if status or why else _DONE
         self._stream.send_headers(block if self._begun else _HEAD + block, end=True)
 

@@ -14,7 +14,7 @@ import asyncio
 import logging
 import struct
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -40,19 +40,23 @@ MAX_FRAME = 65_536
 STREAM_WINDOW, CONNECTION_WINDOW = 1 << 20, 16 << 20
 #: Output of a stream that may wait for the peer before it gets no more room to send, in bytes.
 MOST_WAITING = 256 * 1024
-#: SETTINGS of a peer at once, and more per second: each may change the windows of all streams.
+#: SETTINGS of a peer at once, and more per second: each may change the windows of all streams. With
+#: many values, each hundred counts as one.
 MOST_SETTINGS, SETTINGS_PER_S = 100.0, 10.0
+#: How long frames of one peer are read while others wait, s.
+TURN_S = 0.01
 #: Size of a window, and of a frame, before settings say another one.
 _FIRST_WINDOW, _FIRST_FRAME = 65_535, 16_384
 _MAX_WINDOW = 2**31 - 1
 #: Head of a frame: length (16 and 8 bits), type, flags, stream.
 _FRAME_HEAD = struct.Struct(">HBBBI")
-#: Header blocks whose meaning is remembered; clients repeat theirs.
-_MOST_BLOCKS = 256
+#: Header blocks whose meaning is remembered, and the longest, in bytes; clients repeat theirs.
+_MOST_BLOCKS, _LONGEST_BLOCK = 64, 512
 
 _log = logging.getLogger("tailrace.router")
 
 Headers = list[tuple[bytes, bytes]]
+Bytes = bytes | memoryview
 
 
 class StreamHandler(Protocol):
@@ -98,7 +102,7 @@ class Http2Stream:
         """Whether the peer has ended its side."""
         self.waiting = 0
         """Bytes of output that wait for room in a window."""
-        self._waiting: deque[tuple[int, int, bytes]] = deque()  # type, flags, payload
+        self._waiting: deque[tuple[int, int, Bytes]] = deque()  # type, flags, payload
         self._credit = 0  # bytes received that the peer was not given back yet
         self._connection = connection
 
@@ -132,49 +136,58 @@ class Http2Stream:
     def _send(self, kind: int, flags: int, payload: bytes) -> None:
         if self.is_ended:
             return
-        if self._waiting:
-            self._wait(kind, flags, payload)
-            return
-        self._put(kind, flags, payload)
+        rest = payload if self._waiting else self._write(kind, flags, payload)
+        if rest or self._waiting:
+            self._waiting.append((kind, flags, rest))
+            self.waiting += len(rest)
+            self._queue_up()
 
-    def _put(self, kind: int, flags: int, payload: bytes) -> None:
-        """Write what fits into the windows, and let the rest wait."""
+    def _write(self, kind: int, flags: int, payload: Bytes) -> Bytes:
+        """Write what fits into the windows; return the rest."""
         connection = self._connection
         if kind != DATA:
             connection.write(kind, flags, self.number, payload)
             if flags & END_STREAM:
                 connection.finish(self)
-            return
-        at, size = 0, len(payload)
-        while at < size:
+            return b""
+        while payload:
+            size = len(payload)
             room = min(self.window, connection.window, connection.peer_frame)
             if room <= 0:
-                self._wait(DATA, flags, payload[at:] if at else payload)
-                return
-            part = payload if room >= size and not at else payload[at : at + room]
-            count = len(part)
-            self.window -= count
-            connection.window -= count
-            at += count
-            connection.write(DATA, 0, self.number, part)
-
-    def _wait(self, kind: int, flags: int, payload: bytes) -> None:
-        self._waiting.append((kind, flags, payload))
-        self.waiting += len(payload)
-        self._connection.blocked[self.number] = self
-
-    def drain(self) -> bool:
-        """Write what waited; False: some still waits."""
-        items, self._waiting = self._waiting, deque()
-        self.waiting = 0
-        while items:
-            if self._waiting:
-                self._wait(*items.popleft())
+                break
+            part = payload
+            if room < size:
+                view = memoryview(payload)  # a copy of the rest for each part would be too much
+                part, payload = view[:room], view[room:]
+                size = room
             else:
-                self._put(*items.popleft())
-        if not self._waiting:
+                payload = b""
+            self.window -= size
+            connection.window -= size
+            connection.write(DATA, 0, self.number, part)
+        return payload
+
+    def drain(self) -> None:
+        """Write what waited, as far as there is room."""
+        waiting = self._waiting
+        while waiting:
+            kind, flags, payload = waiting[0]
+            rest = self._write(kind, flags, payload)
+            self.waiting -= len(payload) - len(rest)
+            if rest:
+                waiting[0] = kind, flags, rest
+                break
+            waiting.popleft()
+        else:
             self._give_credit()
-        return not self._waiting
+        self._queue_up()
+
+    def _queue_up(self) -> None:
+        """Wait for room on the connection, if it is that which is missing."""
+        if self._waiting and self.window > 0:
+            self._connection.blocked[self.number] = self
+        else:
+            self._connection.blocked.pop(self.number, None)
 
     def received(self, size: int) -> None:
         """Count data that was received, and give the peer its room back in large steps."""
@@ -231,8 +244,9 @@ class Http2Connection(asyncio.Protocol):
         self._rest = b""
         self._started = False
         self._closing = False
-        self._out: list[bytes] = []
+        self._out: list[Bytes] = []
         self._flushing = False
+        self._is_behind = False  # bytes that have come wait for the next turn of the event loop
         self._in_turn = False  # bytes are being read: what is written goes out at the end
         self._decoder = hpack.Decoder(max_header_list_size=4 * header_bytes)
         self._blocks: dict[bytes, Headers] = {}
@@ -248,8 +262,8 @@ class Http2Connection(asyncio.Protocol):
         """Bytes the peer accepts on the connection now."""
         self.peer_window = _FIRST_WINDOW
         self.peer_frame = _FIRST_FRAME
-        self.blocked: dict[int, Http2Stream] = {}
-        """Streams whose output waits, in the order in which they have their turn."""
+        self.blocked: OrderedDict[int, Http2Stream] = OrderedDict()
+        """Streams that wait only for room on the connection, in the order of their turns."""
 
     # The transport's side.
 
@@ -286,16 +300,21 @@ class Http2Connection(asyncio.Protocol):
     def resume_writing(self) -> None:
         """Go on."""
         self._stalled_at = None
-        if self._transport is not None and not self._transport.is_closing():
-            self._transport.resume_reading()
+        if self._is_behind:
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        else:
+            self._resume()
 
     def data_received(self, data: bytes) -> None:
         """Read frames."""
-        if self._closing:
-            return
-        self._in_turn = True
+        if not self._closing:
+            self._turn(self._rest + data if self._rest else data)
+
+    def _turn(self, data: bytes) -> None:
+        """Read frames for TURN_S; what is left then has to wait until others had their turn."""
+        self._in_turn, self._is_behind = True, False
         try:
-            self._read(self._rest + data if self._rest else data)
+            self._read(data)
         except _BrokenError as error:
             self._break(error.code, str(error))
         except Exception:
@@ -308,6 +327,21 @@ class Http2Connection(asyncio.Protocol):
             self._partial_at = None
         elif self._partial_at is None:
             self._partial_at = self._clock()
+        transport = self._transport
+        if self._is_behind and transport is not None and not transport.is_closing():
+            transport.pause_reading()
+            asyncio.get_running_loop().call_soon(self._next_turn)
+
+    def _next_turn(self) -> None:
+        """Go on with what was left, unless the peer does not read."""
+        if self._is_behind and not self._closing and self._stalled_at is None:
+            self._turn(self._rest)
+            if not self._is_behind and self._stalled_at is None:
+                self._resume()
+
+    def _resume(self) -> None:
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def _read(self, data: bytes) -> None:
         at, size = 0, len(data)
@@ -320,6 +354,7 @@ class Http2Connection(asyncio.Protocol):
             if not data.startswith(PREFACE):
                 raise _BrokenError(PROTOCOL_ERROR, "no HTTP/2 preface")
             self._started, at = True, len(PREFACE)
+        ends_at = time.perf_counter() + TURN_S
         while size - at >= 9:
             high, low, kind, flags, number = _FRAME_HEAD.unpack_from(data, at)
             length = high << 8 | low
@@ -334,6 +369,9 @@ class Http2Connection(asyncio.Protocol):
             at = end
             if not self._block_of:
                 self._partial_at = None
+            if time.perf_counter() > ends_at:
+                self._is_behind = at < size
+                break
         self._rest = data[at:] if at < size else b""
 
     def _frame(self, kind: int, flags: int, number: int, payload: bytes) -> None:
@@ -444,12 +482,12 @@ class Http2Connection(asyncio.Protocol):
         except hpack.HPACKError as error:
             raise _BrokenError(COMPRESSION_ERROR, f"bad header block: {error}") from None
         after = len(entries), entries[0] if entries else None
-        if before[0] == after[0] and before[1] is after[1]:
+        if before[0] != after[0] or before[1] is not after[1]:
+            self._blocks.clear()  # the same bytes mean something else now
+        elif len(block) <= _LONGEST_BLOCK:
             if len(self._blocks) >= _MOST_BLOCKS:
                 self._blocks.clear()
             self._blocks[block] = found
-        else:
-            self._blocks.clear()  # the same bytes mean something else now
         return found
 
     def _begin(self, number: int, headers: Headers) -> None:
@@ -482,8 +520,8 @@ class Http2Connection(asyncio.Protocol):
         if not more or stream.window > _MAX_WINDOW:
             self.write(RST_STREAM, 0, number, FLOW_CONTROL_ERROR.to_bytes(4, "big"))
             self._lose(stream)
-        elif number in self.blocked and stream.drain():
-            self.blocked.pop(number, None)
+        elif stream.waiting:
+            stream.drain()
 
     def _settings(self, flags: int, number: int, payload: bytes) -> None:
         if flags & ACK:
@@ -492,7 +530,8 @@ class Http2Connection(asyncio.Protocol):
             raise _BrokenError(FRAME_SIZE_ERROR, "SETTINGS has another length")
         now = self._clock()
         more = (now - self._settings_at) * SETTINGS_PER_S
-        self._settings_left = min(MOST_SETTINGS, self._settings_left + more) - 1
+        self._settings_left = min(MOST_SETTINGS, self._settings_left + more)
+        self._settings_left -= 1 + len(payload) // 600
         self._settings_at = now
         if self._settings_left < 0:
             raise _BrokenError(ENHANCE_YOUR_CALM, "too many SETTINGS")
@@ -507,24 +546,23 @@ class Http2Connection(asyncio.Protocol):
                     raise _BrokenError(PROTOCOL_ERROR, "an impossible frame size")
                 self.peer_frame = min(value, MAX_FRAME)
         if window != self.peer_window:
-            for stream in self.streams.values():
-                stream.window += window - self.peer_window
-            self.peer_window = window
+            more, self.peer_window = window - self.peer_window, window
+            for stream in tuple(self.streams.values()):
+                stream.window += more
+                if stream.waiting:
+                    stream.drain()
         self.write(SETTINGS, ACK, 0, b"")
         self._drain()
 
     def _drain(self) -> None:
-        """Write what waited for room, stream by stream."""
-        for number in tuple(self.blocked):
-            if self.window <= 0:
-                return
-            stream = self.blocked.pop(number)
-            if not stream.is_ended and not stream.drain():
-                self.blocked[number] = stream  # behind the others
+        """Write what waited for room on the connection, stream by stream."""
+        while self.window > 0 and self.blocked:
+            _, stream = self.blocked.popitem(last=False)
+            stream.drain()
 
     # Output.
 
-    def write(self, kind: int, flags: int, number: int, payload: bytes) -> None:
+    def write(self, kind: int, flags: int, number: int, payload: Bytes) -> None:
         """Write a frame; frames of one turn of the event loop go out together."""
         size = len(payload)
         head = _FRAME_HEAD.pack(size >> 8, size & 0xFF, kind, flags, number)

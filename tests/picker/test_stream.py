@@ -535,6 +535,47 @@ def test_bodies_that_are_too_long_too_late_or_too_many() -> None:
     run(scenario(), factory=asyncio.new_event_loop)
 
 
+def test_headers_that_are_too_long_are_refused() -> None:
+    """They are held as long as the stream, and are not in the budget of bodies."""
+
+    async def scenario() -> None:
+        async with picking(limits={"header_bytes": 4096}) as (picker, channel, endpoints):
+            long = ProxyStream(channel)
+            await long.headers({"x-long": "x" * 5000})
+            assert (await long.read()).immediate_response.status.code == 431
+            await until(lambda: is_idle(picker))
+            good = ProxyStream(channel)
+            # What else the message says does not count.
+            subset = [*endpoints, *(f"10.0.{k}.1:8000" for k in range(500))]
+            assert await good.pick(CHAT, headers={"x-long": "x" * 3000}, subset=subset)
+            good.call.cancel()
+            await until(lambda: is_idle(picker))
+
+    run(scenario(), factory=asyncio.new_event_loop)
+
+
+def test_a_bug_of_ours_ends_its_own_stream_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with picking() as (picker, channel, _):
+            good = ProxyStream(channel)
+            assert await good.pick(CHAT)
+            with monkeypatch.context() as patched:
+                patched.setattr(picker.intake, "find_model", None)
+                bad = ProxyStream(channel)
+                await bad.headers()
+                await bad.body(CHAT)
+                assert (await bad.read()).immediate_response.status.code == 500
+            await good.response(end=True)
+            assert (await good.read()).WhichOneof("response") == "response_headers"
+            assert await good.close() == grpc.StatusCode.OK
+            await until(lambda: is_idle(picker))
+
+    run(scenario(), factory=asyncio.new_event_loop)
+    assert any(record.exc_info for record in caplog.records)
+
+
 @pytest.mark.parametrize("size", [0, 3, 9, 20])
 def test_a_proxy_that_stops_inside_a_frame_is_closed(size: int) -> None:
     async def scenario() -> None:

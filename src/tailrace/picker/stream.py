@@ -9,6 +9,7 @@ request's body (``ProtocolConfiguration``) decides when the endpoint is picked:
 * streamed or none: at the headers, because the request leaves with the answer to them.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -38,6 +39,8 @@ from tailrace.router.proxy.large_bodies import BodyReading
 from tailrace.router.proxy.request_intake import RequestIntake
 from tailrace.router.proxy.routed_request import OVER
 from tailrace.router.serve_settings import ServeSettings
+
+_log = logging.getLogger("tailrace.router")
 
 #: Headers with a client's key, which endpoints do not get.
 _KEYS = ("authorization", "x-api-key")
@@ -139,6 +142,9 @@ class PickStream:
             return
         try:
             if not self._seen:
+                most = self._picker.settings.limits.header_bytes
+                if len(data) > most and request.request_headers.ByteSize() > most:
+                    raise RefusedRequest(431, "the request's headers are too long")
                 self._begin(kind, request)
             elif kind == "response_body":
                 self._response_body(request.response_body)
@@ -155,6 +161,9 @@ class PickStream:
                 self._end(INVALID_ARGUMENT, "a second request on one stream")
         except RefusedRequest as refused:
             self._refuse(refused)
+        except Exception:
+            _log.exception("a request has failed")
+            self.failed()
 
     def half_closed(self) -> None:
         """The proxy needs the picker no more for this request."""

@@ -1,6 +1,7 @@
 """The checks of any picker: ours passes, and pickers with a fault are found out."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -8,6 +9,7 @@ import grpc.aio
 import pytest
 from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
+from certificates import Authority
 from picker.pickers import is_idle, picking
 from router.conftest import run
 from tailrace.picker import conformance
@@ -31,6 +33,30 @@ def test_our_picker_passes() -> None:
             raise AssertionError("something is still in progress")
 
     run(test())
+
+
+def test_pickers_with_tls_and_their_health_elsewhere(tmp_path: Path) -> None:
+    """Certificates that pickers have signed themselves are for no name."""
+    pair = Authority(tmp_path).sign("nobody", names="DNS:elsewhere.example")
+    checks = (conformance.reports_health, conformance.keeps_the_body, conformance.survives_cancels)
+
+    async def test() -> None:
+        tls = {"certificate": pair.certificate, "key": pair.key}
+        async with picking(tls=tls) as (picker, _, _e), picking() as (other, _, _f):
+            address, health = (f"127.0.0.1:{each.listen_at[1]}" for each in (picker, other))
+            for where in ("", health):
+                found = await check_picker(
+                    address, model="emulated", checks=checks, tls=True, health=where
+                )
+                assert [(r.requirement, r.why) for r in found if r.outcome != PASSED] == []
+            plain = await check_picker(address, model="emulated", checks=checks[:1], limit_s=5)
+            assert [r.outcome for r in plain] == [FAILED]
+            nowhere = await check_picker(
+                address, model="emulated", checks=checks[:1], tls=True, health="127.0.0.1:1"
+            )
+            assert [r.outcome for r in nowhere] == [FAILED]
+
+    run(test(), factory=asyncio.new_event_loop)
 
 
 async def faulty(request_iterator: Any, context: Any, fault: str) -> Any:

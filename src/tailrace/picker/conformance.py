@@ -18,6 +18,7 @@ from envoy.service.ext_proc.v3 import external_processor_pb2 as pb
 
 from tailrace.picker.messages import FULL_DUPLEX, REWRITE, SERVICE, STREAMED
 from tailrace.picker.proxy_client import ProtocolError, ProxyStream, endpoints_of, expect
+from tailrace.picker.tls_relay import without_tls
 
 #: Time limit of a check, s.
 LIMIT_S = 30.0
@@ -40,6 +41,8 @@ class Picked:
     channel: Any
     model: str
     streams: int = STREAMS
+    health: Any = None
+    """Channel to its health service, if that is elsewhere."""
     endpoints: list[str] = field(default_factory=list)
     """Endpoints that it has named so far."""
 
@@ -272,7 +275,7 @@ async def takes_many_streams(picker: Picked) -> None:
 
 async def reports_health(picker: Picked) -> None:
     """gRPC health answers SERVING for liveness, readiness and the ext_proc service"""
-    check = picker.channel.unary_unary("/grpc.health.v1.Health/Check")
+    check = (picker.health or picker.channel).unary_unary("/grpc.health.v1.Health/Check")
     for service in ("liveness", "readiness", SERVICE):
         name = service.encode()
         try:
@@ -305,12 +308,26 @@ class CheckResult:
 async def check_picker(
     address: str, *, model: str, streams: int = STREAMS, limit_s: float = LIMIT_S,
     checks: tuple[Check, ...] = CHECKS, done: Callable[[CheckResult], None] = lambda _: None,
+    tls: bool = False, health: str = "",
 ) -> list[CheckResult]:  # fmt: skip
-    """Run all checks against the picker at host:port; ``done`` is called after each."""
+    """Run all checks against the picker at host:port; ``done`` is called after each.
+
+    ``tls``: it has TLS; its certificate is not checked. ``health``: where its health service is,
+    if that is another host:port; without TLS.
+    """
     found = []
     options = [("grpc.max_receive_message_length", -1)]
-    async with grpc.aio.insecure_channel(address, options=options) as channel:
-        picker = Picked(channel, model, streams)
+    async with contextlib.AsyncExitStack() as stack:
+        if tls:
+            address = await stack.enter_async_context(without_tls(address))
+
+        async def channel_to(address: str) -> Any:
+            channel = grpc.aio.insecure_channel(address, options=options)
+            return await stack.enter_async_context(channel)
+
+        picker = Picked(await channel_to(address), model, streams)
+        if health:
+            picker.health = await channel_to(health)
         for check in checks:
             result = await _run(check, picker, limit_s)
             found.append(result)

@@ -15,7 +15,7 @@ import pytest
 from picker.pickers import CHAT, is_idle, picking
 from router.conftest import run
 from tailrace.net import http2
-from tailrace.picker import messages
+from tailrace.picker import health, messages
 from tailrace.picker.app import Picker, endpoint_of
 from tailrace.picker.messages import BUFFERED, BUFFERED_PARTIAL, FULL_DUPLEX, NONE, STREAMED
 from tailrace.picker.proxy_client import ProxyStream, endpoints_of
@@ -574,6 +574,58 @@ def test_a_bug_of_ours_ends_its_own_stream_only(
 
     run(scenario(), factory=asyncio.new_event_loop)
     assert any(record.exc_info for record in caplog.records)
+
+
+def test_health_is_watched_and_follows_the_endpoints() -> None:
+    def named(service: str) -> bytes:
+        return bytes((0x0A, len(service))) + service.encode() if service else b""
+
+    async def scenario() -> None:
+        async with picking(2) as (picker, channel, _):
+            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+            services = ("", "liveness", "readiness", messages.SERVICE, "unknown")
+            calls = {service: watch(named(service)) for service in services}
+            told = {service: (await call.read())[1] for service, call in calls.items()}
+            assert told == dict.fromkeys(services, 1) | {"unknown": 3}
+            for backend in picker.backends.all:
+                picker.drain(str(backend.index), True)
+            picker.health.refresh()
+            for service in ("", "readiness", messages.SERVICE):
+                assert (await calls[service].read())[1] == 2  # NOT_SERVING
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert (await check(named("liveness")))[1] == 1
+            assert (await check(named("readiness")))[1] == 2
+            with pytest.raises(grpc.aio.AioRpcError) as failure:
+                await check(named("unknown"))
+            assert failure.value.code() is grpc.StatusCode.NOT_FOUND
+            for call in calls.values():
+                call.cancel()
+            await until(lambda: not picker.health.calls)
+
+    run(scenario(), factory=asyncio.new_event_loop)
+
+
+def test_health_checks_without_a_message_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "MOST_CALLS", 3)
+
+    async def scenario() -> None:
+        async with picking(1) as (picker, channel, _):
+            stuck = channel.stream_stream("/grpc.health.v1.Health/Check")
+            empty = stuck()
+            await empty.done_writing()
+            assert await empty.code() is grpc.StatusCode.INVALID_ARGUMENT
+            calls = [stuck() for _ in range(3)]
+            await until(lambda: len(picker.health.calls) == 3)
+            assert await stuck().code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            for call in calls:
+                call.cancel()
+            await until(lambda: not picker.health.calls)
+            check = channel.unary_unary("/grpc.health.v1.Health/Check")
+            for _ in range(5):
+                assert await check(b"") == b"\x08\1"
+            assert not picker.health.calls
+
+    run(scenario(), factory=asyncio.new_event_loop)
 
 
 @pytest.mark.parametrize("size", [0, 3, 9, 20])

@@ -134,7 +134,7 @@ class Picker(RouterCore):
             return call
         call = GrpcCall(stream, health.MAX_MESSAGE)
         if path in (health.CHECK, health.WATCH):
-            call.handler = self.health.begin(call, path)
+            self.health.begin(call, path)
         else:
             call.end(UNIMPLEMENTED, "there is no such method")
             return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tailrace.net.grpc import INVALID_ARGUMENT, NOT_FOUND, GrpcCall
+from tailrace.net.grpc import INVALID_ARGUMENT, NOT_FOUND, OK, RESOURCE_EXHAUSTED, GrpcCall
 from tailrace.picker.messages import SERVICE
 
 CHECK, WATCH = b"/grpc.health.v1.Health/Check", b"/grpc.health.v1.Health/Watch"
@@ -14,6 +14,8 @@ _NAME_TAG, _STATE_TAG = 0x0A, 0x08
 _LONGEST_NAME = 127
 #: Largest message that is accepted, in bytes.
 MAX_MESSAGE = 1024
+#: Calls at once, most of them watchers.
+MOST_CALLS = 10_000
 
 
 class HealthService:
@@ -22,6 +24,8 @@ class HealthService:
     def __init__(self, is_ready: Callable[[], bool]) -> None:
         self._is_ready = is_ready
         self._watching: dict[HealthCall, int] = {}  # each with the state that it was told
+        self.calls: set[HealthCall] = set()
+        """Calls in progress."""
 
     def state(self, service: str) -> int:
         """Return the state of a service; SERVICE_UNKNOWN: there is no such."""
@@ -31,9 +35,13 @@ class HealthService:
             return _SERVING if self._is_ready() else _NOT_SERVING
         return _UNKNOWN
 
-    def begin(self, call: GrpcCall, path: bytes) -> "HealthCall":
+    def begin(self, call: GrpcCall, path: bytes) -> None:
         """Begin with a call of either method."""
-        return HealthCall(self, call, watches=path == WATCH)
+        if len(self.calls) >= MOST_CALLS:
+            call.end(RESOURCE_EXHAUSTED, "too many health checks at once")
+            return
+        call.handler = begun = HealthCall(self, call, watches=path == WATCH)
+        self.calls.add(begun)
 
     def watch(self, call: "HealthCall") -> None:
         """Tell a watcher the state now, and when it changes."""
@@ -41,8 +49,9 @@ class HealthService:
         call.tell(state)
 
     def forget(self, call: "HealthCall") -> None:
-        """A watcher has gone."""
+        """A call is over."""
         self._watching.pop(call, None)
+        self.calls.discard(call)
 
     def refresh(self) -> None:
         """Tell watchers what has changed; called a few times per second."""
@@ -60,13 +69,15 @@ class HealthCall:
         self._health = service
         self._call = call
         self._watches = watches
+        self._asked = False
         self.service = ""
 
     def message(self, data: bytes) -> None:
         """Read the name of a service and answer."""
+        self._asked = True
         name = _name_in(data)
         if name is None:
-            self._call.end(INVALID_ARGUMENT, "not a HealthCheckRequest")
+            self._end(INVALID_ARGUMENT, "not a HealthCheckRequest")
             return
         self.service = name
         if self._watches:
@@ -74,10 +85,10 @@ class HealthCall:
             return
         state = self._health.state(name)
         if state == _UNKNOWN:
-            self._call.end(NOT_FOUND, "unknown service")
+            self._end(NOT_FOUND, "unknown service")
             return
         self.tell(state)
-        self._call.end()
+        self._end()
 
     def tell(self, state: int) -> None:
         """Send a state."""
@@ -88,11 +99,17 @@ class HealthCall:
         return size <= MAX_MESSAGE
 
     def half_closed(self) -> None:
-        """A client sends one message only."""
+        """A client sends one message only, and before this."""
+        if not self._asked:
+            self._end(INVALID_ARGUMENT, "no HealthCheckRequest")
 
     def gone(self) -> None:
         """Forget it."""
         self._health.forget(self)
+
+    def _end(self, status: int = OK, why: str = "") -> None:
+        self._health.forget(self)
+        self._call.end(status, why)
 
 
 def _name_in(data: bytes) -> str | None:

@@ -544,6 +544,17 @@ def test_headers_that_are_too_long_are_refused() -> None:
             await long.headers({"x-long": "x" * 5000})
             assert (await long.read()).immediate_response.status.code == 431
             await until(lambda: is_idle(picker))
+            # Nor are they read to their end.
+            reader, writer = await raw_stream(picker)
+            part = frame(http2.DATA, 0, 1, bytes(60_000))
+            writer.write(frame(http2.DATA, 0, 1, b"\0" + (10**7).to_bytes(4, "big")) + part * 17)
+            await until(lambda: picker.held.used == 17 * 60_000 + 5)
+            writer.write(part)
+            told = b""
+            while b"headers are too long" not in told:
+                told += await reader.read(1000)
+            await until(lambda: is_idle(picker))
+            writer.close()
             good = ProxyStream(channel)
             # What else the message says does not count.
             subset = [*endpoints, *(f"10.0.{k}.1:8000" for k in range(500))]

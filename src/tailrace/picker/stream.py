@@ -42,9 +42,12 @@ from tailrace.router.serve_settings import ServeSettings
 
 _log = logging.getLogger("tailrace.router")
 
+#: What the first message may have beside the request's headers, for instance a subset, in bytes.
+_MOST_BESIDE = 2**20
 #: Headers with a client's key, which endpoints do not get.
 _KEYS = ("authorization", "x-api-key")
 _NO_HEAD = ShownHeaders([], {})
+_LONG_HEADERS = "the request's headers are too long"
 
 
 class PickerState(Protocol):
@@ -115,11 +118,14 @@ class PickStream:
 
     def incomplete(self, size: int) -> bool:
         """Count ``size`` bytes of a message that is not complete; too many: refuse the request."""
-        held = self._picker.held
+        held, limits = self._picker.held, self._picker.settings.limits
         self._partial = True
+        if not self._seen and size > limits.header_bytes + _MOST_BESIDE:
+            self._refuse(RefusedRequest(431, _LONG_HEADERS))
+            return True
         if not self._complete:
             held.receiving.add(self)
-        if not held.hold(self, self._body_bytes + size, self._picker.settings.limits.bodies_bytes):
+        if not held.hold(self, self._body_bytes + size, limits.bodies_bytes):
             if self._complete:
                 return False
             self._refuse(RefusedRequest(503, "too many request bodies at once"))
@@ -144,7 +150,7 @@ class PickStream:
             if not self._seen:
                 most = self._picker.settings.limits.header_bytes
                 if len(data) > most and request.request_headers.ByteSize() > most:
-                    raise RefusedRequest(431, "the request's headers are too long")
+                    raise RefusedRequest(431, _LONG_HEADERS)
                 self._begin(kind, request)
             elif kind == "response_body":
                 self._response_body(request.response_body)

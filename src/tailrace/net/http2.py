@@ -369,8 +369,8 @@ class Http2Connection(asyncio.Protocol):
             at = end
             if not self._block_of:
                 self._partial_at = None
-            if time.perf_counter() > ends_at:
-                self._is_behind = at < size
+            if at < size and time.perf_counter() > ends_at:
+                self._is_behind = True
                 break
         self._rest = data[at:] if at < size else b""
 

@@ -120,8 +120,8 @@ async def replies_in_order(picker: Picked) -> None:
     await _respond(stream)
 
 
-async def _respond(stream: ProxyStream, *, streams: bool = False) -> None:
-    await stream.response(kind="text/event-stream" if streams else "application/json")
+async def _respond(stream: ProxyStream, *, streams: bool = False, **given: Any) -> None:
+    await stream.response(kind="text/event-stream" if streams else "application/json", **given)
     reply = await stream.read()
     kind = reply and reply.WhichOneof("response")
     expect(kind == "response_headers", f"a reply to the response's headers was due, came {kind}")
@@ -140,6 +140,15 @@ async def follows_responses(picker: Picked) -> None:
         stream = picker.stream()
         await stream.pick(picker.body(stream=streams), response_mode=STREAMED)
         await _respond(stream, streams=streams)
+
+
+async def takes_what_fallbacks_answer(picker: Picked) -> None:
+    """A response is acknowledged whichever endpoint has served it, and if it is an error"""
+    for status, last in ((200, True), (503, False)):
+        stream = picker.stream()
+        named = await stream.pick(picker.body(), response_mode=STREAMED)
+        await _respond(stream, status=status, served=named[-1 if last else 0])
+    await picker.pick()
 
 
 async def passes_responses_on(picker: Picked) -> None:
@@ -288,7 +297,7 @@ async def reports_health(picker: Picked) -> None:
 Check = Callable[[Picked], Awaitable[None]]
 CHECKS: tuple[Check, ...] = (
     reports_health, names_an_endpoint, keeps_the_body, takes_parts, replies_in_order,
-    follows_responses, passes_responses_on, keeps_to_the_subset, refuses_an_empty_subset,
+    follows_responses, takes_what_fallbacks_answer, passes_responses_on, keeps_to_the_subset, refuses_an_empty_subset,
     orders_fallbacks, takes_no_body, rewrites_the_model, takes_keys_of_requests,
     refuses_bad_bodies, survives_cancels, survives_nonsense, takes_many_streams,
 )  # fmt: skip

@@ -297,9 +297,10 @@ async def reports_health(picker: Picked) -> None:
 Check = Callable[[Picked], Awaitable[None]]
 CHECKS: tuple[Check, ...] = (
     reports_health, names_an_endpoint, keeps_the_body, takes_parts, replies_in_order,
-    follows_responses, takes_what_fallbacks_answer, passes_responses_on, keeps_to_the_subset, refuses_an_empty_subset,
-    orders_fallbacks, takes_no_body, rewrites_the_model, takes_keys_of_requests,
-    refuses_bad_bodies, survives_cancels, survives_nonsense, takes_many_streams,
+    follows_responses, takes_what_fallbacks_answer, passes_responses_on, keeps_to_the_subset,
+    refuses_an_empty_subset, orders_fallbacks, takes_no_body, rewrites_the_model,
+    takes_keys_of_requests, refuses_bad_bodies, survives_cancels, survives_nonsense,
+    takes_many_streams,
 )  # fmt: skip
 
 

@@ -205,6 +205,24 @@ def test_the_autoscaler_follows_the_routers_wish() -> None:
     assert metric["external"]["target"] == {"type": "AverageValue", "averageValue": "1"}
 
 
+def test_with_the_autoscaler_the_router_computes_its_wish() -> None:
+    """Only the autopilot does, from the decision log; the root of the file system is read-only."""
+
+    def settings(values: dict[str, Any]) -> ServeSettings:
+        (found,) = of(rendered(values), "ConfigMap")
+        return parse(ServeSettings, tomllib.loads(found["data"]["serve.toml"]))
+
+    assert settings(SERVICE).autopilot.mode == "off"
+    scaling = {"autoscaling": {"enabled": True, "target": {"name": "vllm"}}}
+    made = settings({**SERVICE, **scaling})
+    assert made.autopilot.mode == "suggest"
+    assert made.decisions.folder == Path("/tmp/decisions")
+    own = {"autopilot": {"mode": "act"}, "decisions": {"folder": "/data"}}
+    given = settings({"settings": {**SERVICE["settings"], **own}, **scaling})
+    assert given.autopilot.mode == "act"
+    assert given.decisions.folder == Path("/data")
+
+
 @pytest.mark.parametrize(
     ("values", "told"),
     [

@@ -239,6 +239,50 @@ def test_more_streams_at_once_than_envoy_allows_by_itself() -> None:
     run(test(), limit_s=300)
 
 
+def test_a_restart_of_one_picker_of_two_loses_no_request() -> None:
+    """Envoy sends nothing more to a picker that is not ready, also in its own first minute."""
+    port = envoy_rig.free_port()
+    first = "cluster_name: picker\n        endpoints:\n          - lb_endpoints:\n"
+    another = (
+        "              - endpoint: {address: {socket_address: "
+        f"{{address: 127.0.0.1, port_value: {port}}}}}}}\n"
+    )
+
+    async def test() -> None:
+        async with behind(edits={first: first + another}) as b:
+            settings = b.picker.settings.model_copy(update={"listen": f"127.0.0.1:{port}"})
+            other = Picker(settings)
+            await other.start()
+            try:
+                healthy = "cluster.picker.membership_healthy"
+                statuses: list[int] = []
+
+                async def load() -> None:
+                    while not stopping:
+                        statuses.append((await b.ask({**CHAT, "stream": True})).status)
+
+                async def until_healthy(count: int) -> None:
+                    while (await asyncio.to_thread(b.envoy.stats, healthy))[healthy] != count:
+                        await asyncio.sleep(0.1)
+
+                await until_healthy(2)
+                stopping = False
+                clients = [asyncio.create_task(load()) for _ in range(8)]
+                other.draining = True  # as after SIGTERM
+                await until_healthy(1)
+                await other.stop(10.0)
+                before = len(statuses)
+                while len(statuses) < before + 50:
+                    await asyncio.sleep(0.05)
+                stopping = True
+                await asyncio.gather(*clients)
+                assert set(statuses) == {200}
+            finally:
+                await other.stop()
+
+    run(test(), limit_s=40)
+
+
 @pytest.mark.parametrize(
     ("fail_open", "mode", "served"),
     [

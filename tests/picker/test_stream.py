@@ -253,6 +253,41 @@ def test_a_full_cluster_sheds_by_objective_and_shares_by_fairness_id() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("answer", ["response_headers", "response_body", "response_trailers"])
+def test_a_request_that_the_proxy_answers_itself_while_it_waits_gets_no_endpoint(
+    answer: str,
+) -> None:
+    """A time-out of the proxy, for instance; the queue must not send it later."""
+
+    async def test() -> None:
+        admission = {"max_in_flight": 1, "queue": 10, "max_wait_s": 60}
+        async with picking(1, admission=admission) as (picker, channel, _):
+            first, waiting = ProxyStream(channel), ProxyStream(channel)
+            await first.pick(CHAT)
+            await waiting.headers()
+            await waiting.body(CHAT)
+            await until(lambda: len(picker.intake.queue) == 1)
+            if answer == "response_headers":
+                await waiting.response(504, "text/plain")
+            elif answer == "response_body":
+                await waiting.response_body(b"", end=True)
+            else:
+                request = messages.pb.ProcessingRequest()
+                request.response_trailers.SetInParent()
+                await waiting.send(request)
+            assert (await waiting.read()).WhichOneof("response") == answer
+            assert not len(picker.intake.queue)
+            await waiting.close()
+            await first.close()
+            await settle(picker)
+            third = ProxyStream(channel)
+            assert await third.pick(CHAT)
+            third.call.cancel()
+            await settle(picker)
+
+    run(test())
+
+
 def test_cancels_free_everything_at_every_step() -> None:
     async def test() -> None:
         async with picking(admission={"max_in_flight": 1}) as (picker, channel, _):

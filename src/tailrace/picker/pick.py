@@ -175,10 +175,11 @@ class Pick(RoutedRequest):
 
     def responded(self, status: int, content_type: bytes, *, by_proxy: bool) -> None:
         """The response has begun; ``by_proxy``: it is none of a backend."""
-        if self.stage == OVER:
-            return
         context, backend = self._context, self._backend
-        assert backend is not None
+        if backend is None:
+            self.client_gone()  # the proxy no longer waits for an endpoint
+        if self.stage == OVER or backend is None:
+            return
         self.stage = STREAMING
         backend.heard_at = context.now
         if by_proxy:
@@ -225,6 +226,8 @@ class Pick(RoutedRequest):
 
     def done(self, status: int) -> None:
         """The response is complete."""
+        if self._backend is None:
+            self.client_gone()  # the proxy no longer waits for an endpoint
         if self.stage == OVER:
             return
         scanner = self._scanner

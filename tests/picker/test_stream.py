@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -251,6 +252,68 @@ def test_a_full_cluster_sheds_by_objective_and_shares_by_fairness_id() -> None:
             await settle(picker)
 
     run(test())
+
+
+def any_message(chance: random.Random) -> Any:
+    """A message as a proxy may send it, or nearly so."""
+    request = messages.pb.ProcessingRequest()
+    kinds = ["request_headers", "request_body", "request_trailers", "response_headers",
+             "response_body", "response_trailers"]  # fmt: skip
+    kind = chance.choice(kinds)
+    part = getattr(request, kind)
+    part.SetInParent()
+    if kind.endswith("headers"):
+        pairs = {
+            ":method": chance.choice(["POST", "GET", ""]), ":status": chance.choice(["200", "5x"]),
+            ":path": chance.choice(["/v1/chat/completions", "/", "*"]),
+            "x-gateway-inference-objective": chance.choice(["", "batch"]),
+        }  # fmt: skip
+        for name, value in pairs.items():
+            header = part.headers.headers.add()
+            header.key, header.raw_value = name, value.encode()
+        request.protocol_config.request_body_mode = chance.randrange(5)
+        request.protocol_config.response_body_mode = chance.randrange(5)
+    elif kind.endswith("body"):
+        part.body = chance.choice([CHAT, b"", b"{", b"data: [DONE]\n\n", USAGE])
+    if not kind.endswith("trailers"):
+        part.end_of_stream = chance.random() < 0.5
+    if chance.random() < 0.2:
+        fields = request.metadata_context.filter_metadata[messages.NAMESPACE].fields
+        fields[messages.SERVED].string_value = chance.choice(["", "127.0.0.1:1"])
+    return request
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_messages_in_any_order_leave_nothing_behind(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    chance = random.Random(seed)
+
+    async def one(channel: Any) -> None:
+        stream = ProxyStream(channel)
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            if chance.random() < 0.6:
+                await stream.headers(mode=chance.choice([FULL_DUPLEX, FULL_DUPLEX, BUFFERED]))
+                await stream.body(CHAT)
+            for _ in range(chance.randint(1, 5)):
+                await stream.send(any_message(chance))
+                await asyncio.sleep(chance.choice([0, 0.002]))
+            if chance.random() < 0.5:
+                await stream.call.done_writing()
+        stream.call.cancel()
+
+    async def test() -> None:
+        over: dict[str, Any] = {
+            "admission": {"max_in_flight": 2, "queue": 10, "max_wait_s": 60},
+            "pick": {"objectives": {"batch": -1}},
+        }
+        async with picking(2, **over) as (picker, channel, _):
+            for _ in range(10):
+                await asyncio.gather(*(one(channel) for _ in range(30)))
+            await settle(picker)
+
+    run(test())
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 @pytest.mark.parametrize("answer", ["response_headers", "response_body", "response_trailers"])

@@ -249,7 +249,7 @@ def test_a_damaged_byte_leaves_nothing_behind(at: int, value: int) -> None:
 
 
 class Sender:
-    """Sends what it is told; keeps its stream."""
+    """Ignores what its peer sends; the test writes to its stream."""
 
     def __init__(self, stream: Http2Stream) -> None:
         self.stream = stream
